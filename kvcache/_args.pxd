@@ -1,0 +1,35 @@
+# Checks and conversions of what callers pass. Everything here raises before anything
+# is written: TypeError for the wrong kind of thing, ValueError for the wrong value.
+cimport numpy as cnp
+
+from kvcache._types cimport Key, block_id_t
+
+# Block hashes as they came: a list of bytes, or rows of equal length.
+cdef struct HashSource:
+    Py_ssize_t count
+    void* items                 # list of bytes, borrowed; or NULL, and then:
+    const unsigned char* rows   # first digest
+    Py_ssize_t stride           # bytes from one digest to the next
+    Py_ssize_t length           # bytes of a digest
+
+
+cdef Py_ssize_t as_int(
+    object value, str name, Py_ssize_t low, Py_ssize_t high
+) except? -1
+cdef Py_ssize_t as_key(object value) except -1
+cdef Py_ssize_t check_digest(object value) except -1
+cdef unsigned int as_group_id(object value) except? 0
+cdef cnp.ndarray as_ids(object ids)
+cdef cnp.ndarray new_ids(Py_ssize_t count)
+cdef object as_hashes(object hashes, HashSource* source)
+cdef int check_hashes(const HashSource* source, Py_ssize_t start) except -1
+cdef int load_keys(
+    const HashSource* source,
+    Py_ssize_t start,
+    Py_ssize_t count,
+    unsigned int group_id,
+    Key* keys,
+) except -1
+cdef void make_key(
+    Key* key, const unsigned char* digest, Py_ssize_t length, unsigned int group_id
+) noexcept nogil

@@ -1,0 +1,81 @@
+# Words that every room shares: the block id, the row kept for each block, the key
+# that names a block's content. Nothing here allocates or raises.
+#
+# Block ids are row numbers (int32). The anchor of a free queue is row -1 of the same
+# array, so that linking and unlinking never branch; that is also the id vLLM gives
+# to its fake head and tail.
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+ctypedef int32_t block_id_t
+
+cdef enum:
+    ANCHOR = -1               # row of a queue's anchor
+    NOT_LINKED = -2           # both links of a block that is in no queue
+    FOREIGN = -3              # "block" of an index entry that names a hand-made block
+    NULL_BLOCK = 0            # a pool's placeholder: never free, never counted
+    MAX_BLOCKS = 2147483646   # ids and id + 1 fit int32
+    MAX_REF_CNT = 2147483647
+    MAX_DIGEST_BYTES = 32
+    GROUP_ID_BYTES = 4
+    MAX_KEY_BYTES = 36        # digest + big-endian group id
+    NO_NUM_TOKENS = -1        # vLLM's block_hash_num_tokens is None
+
+cdef enum:                    # bits of BlockMeta.flags
+    FLAG_NULL = 1             # the null block
+    FLAG_INDEXED = 2          # the index holds an entry for block_hash
+
+# One row, one cache line.
+cdef struct BlockMeta:
+    block_id_t prev_free_block      # free_queue; valid while linked, else NOT_LINKED
+    block_id_t next_free_block      # free_queue; likewise
+    int32_t ref_cnt                 # pool; users of the block, 0 = free
+    int32_t block_hash_num_tokens   # whoever sets block_hash; NO_NUM_TOKENS if unknown
+    int32_t prev_copy               # hash_index; valid while FLAG_INDEXED
+    int32_t next_copy               # hash_index; likewise
+    uint8_t block_hash[36]          # hash_index or set_block_hash; zero beyond the key
+    uint8_t block_hash_len          # likewise; 0 = no hash
+    uint8_t flags                   # FLAG_*
+    uint8_t _reserved[2]
+# Invariant: in a pool, is_linked(row) == is_free(row).
+
+# A key as five words: zero beyond its length, so equal keys are equal words.
+cdef struct Key:
+    uint64_t words[5]
+    uint32_t length
+
+
+cdef inline bint is_free(const BlockMeta* row) noexcept nogil:
+    """Nobody uses the block, and it is not the null block."""
+    return row.ref_cnt == 0 and not row.flags & FLAG_NULL
+
+
+cdef inline bint is_linked(const BlockMeta* row) noexcept nogil:
+    """The block stands in a free queue."""
+    return row.next_free_block != NOT_LINKED
+
+
+cdef inline bint has_hash(const BlockMeta* row) noexcept nogil:
+    """The block carries a primary hash, indexed or not."""
+    return row.block_hash_len != 0
+
+
+cdef inline void clear_hash(BlockMeta* row) noexcept nogil:
+    memset(row.block_hash, 0, MAX_KEY_BYTES)
+    row.block_hash_len = 0
+    row.block_hash_num_tokens = NO_NUM_TOKENS
+
+
+cdef inline void key_from_bytes(
+    Key* key, const uint8_t* data, uint32_t length
+) noexcept nogil:
+    """`length` is at most MAX_KEY_BYTES: the caller has checked."""
+    memset(key, 0, sizeof(Key))
+    memcpy(key.words, data, length)
+    key.length = length
+
+
+cdef inline void key_of_row(Key* key, const BlockMeta* row) noexcept nogil:
+    key.words[4] = 0
+    memcpy(key.words, row.block_hash, MAX_KEY_BYTES)
+    key.length = row.block_hash_len

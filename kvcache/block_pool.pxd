@@ -1,0 +1,47 @@
+# vLLM v1's block pool as a Python class, and what compiled code may use of it.
+from kvcache._args cimport HashSource
+from kvcache._types cimport Key, block_id_t
+from kvcache.block_store cimport BlockStore, KVCacheBlock
+from kvcache.free_queue cimport FreeKVCacheBlockQueue
+from kvcache.hash_index cimport BlockHashToBlockMap
+from kvcache.pool_state cimport PoolState
+
+
+cdef class BlockPool:
+    cdef PoolState state
+    cdef BlockStore store
+    cdef readonly FreeKVCacheBlockQueue free_block_queue
+    cdef readonly BlockHashToBlockMap cached_block_hash_to_block
+    cdef readonly bint enable_caching
+    cdef readonly Py_ssize_t hash_block_size
+    cdef readonly Py_ssize_t num_hash_lookahead_tokens
+    cdef public bint enable_kv_cache_events
+    cdef public object kv_event_queue
+    cdef public object metrics_collector
+    cdef public object medium
+    cdef dict watchers      # block id -> on_reuse of unpin_blocks
+    cdef object __weakref__
+
+    cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1
+    cdef block_id_t* room_for(self, Py_ssize_t n) except NULL
+    cdef bint fill_ids(self, object blocks, Py_ssize_t n) except -1
+    cdef int require_own(self, object blocks, Py_ssize_t n) except -1
+    cdef KVCacheBlock own(self, object block)
+    cdef KVCacheBlock cacheable(self, object block)
+    cdef int refuse(self, Py_ssize_t at, const block_id_t* ids, str why) except -1
+    cdef void emit(self, object event) noexcept
+    cdef void emit_removed(self, list keys) noexcept
+    cdef void after_get(self, list blocks) noexcept
+    cdef void after_touch(self, list blocks) noexcept
+    cdef Py_ssize_t count_free(self, object num_blocks) except -1
+    cdef int make_front_views(self, Py_ssize_t n) except -1
+    cdef int keys_in_front(self, Py_ssize_t n, list keys) except -1
+    cdef int free_by_pool(self, list blocks) except -1
+    cdef Py_ssize_t match(
+        self, const HashSource* source, Py_ssize_t limit, object group_id,
+        block_id_t* ids,
+    ) except -1
+    cdef int write_hash(
+        self, KVCacheBlock block, const Key* key, block_id_t num_tokens
+    ) except -1
+    cdef int drop_hashes(self, KVCacheBlock block, list removed) except -1

@@ -1,0 +1,16 @@
+"""The errors that kvcache raises of its own; everything else is ValueError or TypeError.
+
+A failed call changes nothing: whoever catches one of these may go on.
+"""
+
+
+class NoFreeBlocksError(ValueError):
+    """Fewer blocks are free than were asked for (vLLM v1 raises ValueError here)."""
+
+
+class BlockStateError(ValueError, AssertionError):
+    """A block is not in the state the call needs.
+
+    Also an AssertionError, because that is what vLLM raises in these places and what
+    its callers catch.
+    """

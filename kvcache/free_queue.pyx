@@ -1,0 +1,217 @@
+"""The doubly linked queue of free blocks, front evicted first.
+
+Stores: links inside `BlockMeta`; the anchor is row -1. A pool's queue threads the
+pool's rows; a queue made by hand keeps its blocks' rows in a small store of its own.
+Invariant: walking either way from the anchor meets each linked row once, num_free in
+all. Costs: every step O(1), no Python object moved for a pool.
+Threads: none of this is locked; the GIL or the caller's lock guards it.
+"""
+cimport cython
+from cpython.object cimport PyObject
+
+from kvcache._args cimport as_int
+from kvcache._types cimport MAX_BLOCKS
+from kvcache.block_store cimport new_block
+
+from kvcache.errors import BlockStateError, NoFreeBlocksError
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class FreeKVCacheBlockQueue:
+    """vLLM's queue of free blocks, for blocks made by hand.
+
+    The queue of a pool (`BlockPool.free_block_queue`) can be read; it changes through
+    the pool alone, so that a block is linked if and only if nobody uses it.
+
+    Args:
+        blocks: Hand-made blocks in eviction order; none in a queue, none twice.
+
+    Raises:
+        TypeError, ValueError: An element is no such block.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.store = BlockStore()
+        self.adopt_ends()
+
+    def __init__(self, blocks):
+        if self.queue.num_free:
+            raise ValueError("the queue is already made")
+        self.append_n(blocks)
+
+    def __dealloc__(self):
+        # Both ends may outlive the queue; they then stand alone.
+        self.store.head = self.store.tail = NULL
+        for end in (self.fake_free_list_head, self.fake_free_list_tail):
+            self.store.abandon(end)
+
+    @staticmethod
+    cdef FreeKVCacheBlockQueue for_pool(BlockStore store):
+        """The queue over a pool's rows, empty."""
+        cdef FreeKVCacheBlockQueue made = FreeKVCacheBlockQueue.__new__(
+            FreeKVCacheBlockQueue
+        )
+        made.store = store
+        made.of_pool = True
+        made.adopt_ends()
+        return made
+
+    cdef int adopt_ends(self) except -1:
+        cdef KVCacheBlock end
+        self.fake_free_list_head = new_block(-1)
+        self.fake_free_list_tail = new_block(-1)
+        self.queue.rows = self.store.rows
+        for end in (self.fake_free_list_head, self.fake_free_list_tail):
+            end.index = ANCHOR
+            end.row = &self.store.rows[ANCHOR]
+            end.store = <PyObject*> self.store
+        self.store.head = <PyObject*> self.fake_free_list_head
+        self.store.tail = <PyObject*> self.fake_free_list_tail
+        return 0
+
+    cdef int check_own(self) except -1:
+        if self.of_pool:
+            raise ValueError(
+                "a pool's free queue changes through the pool: get_new_blocks,"
+                " free_blocks, touch"
+            )
+        if self.store.tail_unlinked:
+            raise BlockStateError("the fake tail of the queue was unlinked by hand")
+        return 0
+
+    cdef KVCacheBlock take(self, block_id_t row):
+        """Unlink a row and give its block back to itself."""
+        cdef KVCacheBlock block = self.store.view(row)
+        queue_unlink(&self.queue, row)
+        self.store.release(block)
+        return block
+
+    cdef list adopt_all(self, object blocks):
+        """Take blocks into the store, unlinked: all of them, or none and an error."""
+        cdef list made = list(blocks)
+        cdef KVCacheBlock block
+        cdef Py_ssize_t done = 0
+        self.check_own()
+        for item in made:
+            if type(item) is not KVCacheBlock:
+                raise TypeError(f"expected a KVCacheBlock, got {item!r}")
+        self.store.reserve(len(made))
+        self.queue.rows = self.store.rows
+        try:
+            for block in made:
+                if block.loose is None:
+                    raise ValueError(f"block {block.id} belongs to a pool")
+                if block.store != NULL:
+                    raise ValueError(f"block {block.id} is already in a queue")
+                self.store.adopt(block)
+                done += 1
+        except ValueError:
+            for block in made[:done]:
+                self.store.release(block)
+            raise
+        return made
+
+    @property
+    def num_free_blocks(self):
+        """Length of the queue."""
+        return self.queue.num_free
+
+    def popleft(self):
+        """Remove and return the first block.
+
+        Raises:
+            NoFreeBlocksError: The queue is empty.
+        """
+        self.check_own()
+        if self.queue.num_free == 0:
+            raise NoFreeBlocksError("No free blocks available")
+        return self.take(self.queue.rows[ANCHOR].next_free_block)
+
+    def popleft_n(self, n):
+        """Remove and return the first n blocks.
+
+        Raises:
+            BlockStateError: n is more than the queue holds (vLLM asserts this).
+            ValueError, TypeError: n is not an int from 0 on.
+        """
+        cdef Py_ssize_t count = as_int(n, "n", 0, MAX_BLOCKS)
+        self.check_own()
+        if count > self.queue.num_free:
+            raise BlockStateError(
+                f"cannot pop {n} blocks from a queue of {self.queue.num_free}"
+            )
+        return [
+            self.take(self.queue.rows[ANCHOR].next_free_block) for _ in range(count)
+        ]
+
+    def remove(self, block):
+        """Remove a block from wherever it stands in the queue.
+
+        Raises:
+            TypeError: It is no KVCacheBlock.
+            ValueError: It is not in this queue.
+        """
+        self.check_own()
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"expected a KVCacheBlock, got {block!r}")
+        cdef KVCacheBlock ours = block
+        if ours.store != <PyObject*> self.store or ours.index == ANCHOR:
+            raise ValueError(f"block {ours.id} is not in this queue")
+        self.take(ours.index)
+
+    def append(self, block):
+        """Put a block at the back."""
+        self.append_n([block])
+
+    def append_n(self, blocks):
+        """Put blocks at the back, in the order given.
+
+        Raises:
+            TypeError, ValueError: One is not a hand-made block outside any queue;
+                nothing was appended.
+            BlockStateError: The queue's fake tail was unlinked by hand.
+        """
+        cdef KVCacheBlock block
+        for block in self.adopt_all(blocks):
+            queue_push_back(&self.queue, block.index)
+
+    def prepend_n(self, blocks):
+        """Put blocks at the front; the first of them becomes the first of all.
+
+        Raises: as `append_n`.
+        """
+        cdef KVCacheBlock block
+        cdef block_id_t at = ANCHOR
+        for block in self.adopt_all(blocks):
+            queue_insert_after(&self.queue, at, block.index)
+            at = block.index
+
+    def get_all_free_blocks(self):
+        """The blocks from front to back."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor):
+        """Iterate over the blocks behind `cursor`, or over all if it is None.
+
+        It reads the queue as it goes: it ends early when the block it stands on leaves
+        the queue, as in vLLM.
+
+        Raises:
+            TypeError: cursor is neither a KVCacheBlock nor None.
+            ValueError: cursor belongs to another queue.
+        """
+        if cursor is None:
+            cursor = self.fake_free_list_head
+        elif type(cursor) is not KVCacheBlock:
+            raise TypeError(f"expected a KVCacheBlock or None, got {cursor!r}")
+        elif (<KVCacheBlock> cursor).store not in (NULL, <PyObject*> self.store):
+            raise ValueError(f"block {cursor.block_id} belongs to another queue")
+        return self._walk(cursor)
+
+    def _walk(self, KVCacheBlock block not None):
+        while True:
+            block = block.neighbour(True)
+            if block is None or block is self.fake_free_list_tail:
+                return
+            yield block

@@ -1,0 +1,89 @@
+# Key (block hash + group id) -> the blocks that hold that content.
+#
+# An open-addressing table of 8-byte slots points at the oldest entry of each key; the
+# other copies hang on it in a doubly linked list. A block's own hash needs no entry of
+# its own: its row is the entry. Whatever else names a block is a side entry.
+# Entry codes: id + 1 is the row of block id, -(k + 1) is side entry k, 0 is none.
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvcache._types cimport BlockMeta, Key, block_id_t
+from kvcache.block_store cimport BlockStore
+
+cdef enum SideKind:
+    SIDE_VACANT = 0
+    SIDE_ALIAS = 1          # made by a pool: the block answers to a second key
+    SIDE_INSERTED = 2       # made by the caller, through the map's `insert`
+
+cdef struct Slot:
+    uint32_t tag            # of the key; also places the slot
+    int32_t head            # entry code of the oldest copy, 0 = empty slot
+
+cdef struct SideEntry:
+    Key key
+    block_id_t block        # row it names, or FOREIGN: the map holds the object
+    int32_t prev_copy       # entry codes, as in BlockMeta
+    int32_t next_copy
+    int32_t next_of_block   # next side entry of the same row, or next vacant; k + 1
+    int32_t kind            # SideKind
+
+cdef struct HashIndex:
+    BlockMeta* rows
+    block_id_t num_rows
+    Slot* slots             # num_slots of them
+    uint32_t num_slots
+    uint32_t num_keys       # slots in use
+    uint32_t max_keys       # at most this many before the table grows
+    SideEntry* side         # side_capacity of them, num_side in use
+    int32_t side_capacity
+    int32_t num_side
+    int32_t vacant          # first vacant side entry, k + 1
+    int32_t* first_side     # per row, k + 1; NULL until the first side entry
+    uint64_t seed[5]
+
+# Copies of one key, oldest first: the oldest's prev_copy is the youngest,
+# the youngest's next_copy is 0.
+
+cdef int index_init(
+    HashIndex* index, BlockMeta* rows, block_id_t num_rows, Py_ssize_t num_keys
+) noexcept nogil
+cdef void index_free(HashIndex* index) noexcept nogil
+cdef void index_clear(HashIndex* index) noexcept nogil
+cdef int index_reserve(
+    HashIndex* index, Py_ssize_t num_keys, Py_ssize_t num_side
+) noexcept nogil
+cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil
+cdef int64_t index_slot(const HashIndex* index, const Key* key) noexcept nogil
+cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil
+cdef Py_ssize_t index_find_many(
+    const HashIndex* index, const Key* keys, Py_ssize_t count, block_id_t* blocks
+) noexcept nogil
+cdef block_id_t entry_block(const HashIndex* index, int32_t entry) noexcept nogil
+cdef int32_t* entry_next(HashIndex* index, int32_t entry) noexcept nogil
+cdef int32_t* entry_prev(HashIndex* index, int32_t entry) noexcept nogil
+cdef void entry_key(const HashIndex* index, int32_t entry, Key* key) noexcept nogil
+cdef bint index_contains(
+    const HashIndex* index, const Key* key, block_id_t block
+) noexcept nogil
+cdef void index_add_row(
+    HashIndex* index, block_id_t block, const Key* key, int32_t num_tokens
+) noexcept nogil
+cdef int32_t index_add_side(
+    HashIndex* index, const Key* key, block_id_t block, int32_t kind
+) noexcept nogil
+cdef void index_remove(HashIndex* index, int32_t entry) noexcept nogil
+cdef int index_drop_block(HashIndex* index, block_id_t block) noexcept nogil
+cdef bytes key_bytes(const Key* key)
+
+
+cdef class BlockHashToBlockMap:
+    cdef HashIndex index
+    cdef BlockStore store   # the pool's rows; None in a map made by hand
+    cdef dict objects       # side entry -> the hand-made block it names
+
+    @staticmethod
+    cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching)
+    cdef object block_of(self, int32_t entry)
+    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) noexcept
+    cdef int add(self, const Key* key, object block, int32_t kind) except -1
+    cdef int append_keys(self, block_id_t block, list keys, bint own) except -1
+    cdef list remove_object(self, object block)

@@ -1,0 +1,601 @@
+"""Block hash + group id -> the blocks that hold that content, several if need be.
+
+Stores: a table of 8-byte slots (linear probing, backward-shift deletion, so no
+tombstones); a block's own hash lives in its row, everything else in side entries.
+Invariant: every entry is reachable from the slot its key's tag points at, and the
+copies of one key stand oldest first.
+Costs: find, add and remove are O(1) however many copies a key has; a pool's table takes
+12 bytes a block and never grows for the blocks' own hashes.
+Threads: none of this is locked; the GIL or the caller's lock guards it.
+"""
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_RawFree
+from libc.stdint cimport int64_t, uint8_t
+from libc.string cimport memcpy, memset
+
+from kvcache._args cimport as_int, as_key
+from kvcache._memory cimport zeroed
+from kvcache._types cimport (
+    FLAG_INDEXED,
+    FOREIGN,
+    MAX_BLOCKS,
+    MAX_KEY_BYTES,
+    key_from_bytes,
+    key_of_row,
+)
+from kvcache.block_store cimport KVCacheBlock
+
+cdef extern from *:
+    """
+    #if defined(_MSC_VER)
+    #include <intrin.h>
+    static inline uint64_t kvc_fold(uint64_t a, uint64_t b) {
+        uint64_t high, low = _umul128(a, b, &high);
+        return low ^ high;
+    }
+    #define kvc_prefetch(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
+    #else
+    static inline uint64_t kvc_fold(uint64_t a, uint64_t b) {
+        __extension__ typedef unsigned __int128 wide;
+        wide product = (wide)a * b;
+        return (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    #define kvc_prefetch(p) __builtin_prefetch(p)
+    #endif
+    """
+    uint64_t kvc_fold(uint64_t a, uint64_t b) nogil
+    void kvc_prefetch(const void* address) nogil
+
+# Keys may be chosen by whoever sends prompts, so places in the table must not be
+# guessable. Python's own hash secret is used: PYTHONHASHSEED=0 repeats a run exactly.
+cdef uint64_t[5] process_seed
+for _i in range(5):
+    process_seed[_i] = <uint64_t> <Py_ssize_t> hash(f"kvcache.hash_index {_i}")
+
+
+cdef int index_init(
+    HashIndex* index, BlockMeta* rows, block_id_t num_rows, Py_ssize_t num_keys
+) noexcept nogil:
+    """An empty index with room for num_keys keys; -1 if there is no memory."""
+    memset(index, 0, sizeof(HashIndex))
+    memcpy(index.seed, process_seed, sizeof(process_seed))
+    index.rows = rows
+    index.num_rows = num_rows
+    return index_reserve(index, num_keys, 0)
+
+
+cdef void index_free(HashIndex* index) noexcept nogil:
+    PyMem_RawFree(index.slots)
+    PyMem_RawFree(index.side)
+    PyMem_RawFree(index.first_side)
+    memset(index, 0, sizeof(HashIndex))
+
+
+cdef void index_clear(HashIndex* index) noexcept nogil:
+    """Forget every entry. The rows' own fields are the caller's to clear."""
+    memset(index.slots, 0, index.num_slots * sizeof(Slot))
+    index.num_keys = 0
+    if index.side != NULL:
+        memset(index.side, 0, index.side_capacity * sizeof(SideEntry))
+        index.num_side = index.vacant = 0
+        link_vacant(index, 0)
+    if index.first_side != NULL:
+        memset(index.first_side, 0, index.num_rows * sizeof(int32_t))
+
+
+cdef void link_vacant(HashIndex* index, int32_t start) noexcept nogil:
+    """Put side entries from `start` on in the list of vacant ones, lowest first."""
+    cdef int32_t k
+    for k in range(index.side_capacity - 1, start - 1, -1):
+        index.side[k].next_of_block = index.vacant
+        index.vacant = k + 1
+
+
+cdef int index_reserve(
+    HashIndex* index, Py_ssize_t num_keys, Py_ssize_t num_side
+) noexcept nogil:
+    """Make room for so many more keys and side entries; -1 if there is no memory.
+
+    After it, that many `index_add_*` cannot fail.
+    """
+    cdef size_t keys = <size_t> num_keys + index.num_keys
+    cdef size_t capacity
+    cdef SideEntry* side
+    cdef int32_t start = index.side_capacity
+    if keys > index.max_keys or index.slots == NULL:
+        # Full to 2/3 at most: the spare third keeps a miss within a cache line or two.
+        capacity = keys + keys // 2 + 16
+        if index.slots != NULL:
+            capacity *= 2
+        if capacity > 0xFFFFFFFFU or table_resize(index, capacity) < 0:
+            return -1
+    if num_side == 0:
+        return 0
+    if index.first_side == NULL:
+        index.first_side = <int32_t*> zeroed(index.num_rows, sizeof(int32_t))
+        if index.first_side == NULL:
+            return -1
+    if index.num_side + num_side > index.side_capacity:
+        capacity = 2 * <size_t> (index.num_side + num_side) + 16
+        if capacity > MAX_BLOCKS:
+            return -1
+        side = <SideEntry*> zeroed(capacity, sizeof(SideEntry))
+        if side == NULL:
+            return -1
+        memcpy(side, index.side, start * sizeof(SideEntry))
+        PyMem_RawFree(index.side)
+        index.side = side
+        index.side_capacity = <int32_t> capacity
+        link_vacant(index, start)
+    return 0
+
+
+cdef int table_resize(HashIndex* index, size_t capacity) noexcept nogil:
+    """Move all slots to a table of another size; their tags say where they go."""
+    cdef Slot* old = index.slots
+    cdef uint32_t old_size = index.num_slots
+    cdef uint32_t i, at
+    cdef Slot* slots = <Slot*> zeroed(capacity, sizeof(Slot))
+    if slots == NULL:
+        return -1
+    index.slots = slots
+    index.num_slots = <uint32_t> capacity
+    index.max_keys = <uint32_t> (capacity - capacity // 3)
+    for i in range(old_size):
+        if old[i].head:
+            at = home_of(index, old[i].tag)
+            while slots[at].head:
+                at = after(index, at)
+            slots[at] = old[i]
+    PyMem_RawFree(old)
+    return 0
+
+
+cdef inline uint32_t home_of(const HashIndex* index, uint32_t tag) noexcept nogil:
+    """Where a tag's slot is looked for first: the tag, scaled to the table."""
+    return <uint32_t> ((<uint64_t> tag * index.num_slots) >> 32)
+
+
+cdef inline uint32_t after(const HashIndex* index, uint32_t at) noexcept nogil:
+    at += 1
+    return 0 if at == index.num_slots else at
+
+
+cdef inline uint32_t tag_of(const HashIndex* index, const Key* key) noexcept nogil:
+    cdef uint64_t mixed = kvc_fold(
+        key.words[0] ^ index.seed[0], key.words[1] ^ index.seed[1]
+    ) ^ kvc_fold(key.words[2] ^ index.seed[2], key.words[3] ^ index.seed[3])
+    mixed = kvc_fold(
+        mixed ^ index.seed[4], key.words[4] ^ key.length ^ 0x9E3779B97F4A7C15U
+    )
+    return <uint32_t> (mixed ^ (mixed >> 32))
+
+
+cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil:
+    return tag_of(index, key)
+
+
+cdef inline bint same_key(const Key* a, const Key* b) noexcept nogil:
+    return (
+        (a.words[0] ^ b.words[0])
+        | (a.words[1] ^ b.words[1])
+        | (a.words[2] ^ b.words[2])
+        | (a.words[3] ^ b.words[3])
+        | (a.words[4] ^ b.words[4])
+        | (a.length ^ b.length)
+    ) == 0
+
+
+cdef inline void entry_key(
+    const HashIndex* index, int32_t entry, Key* key
+) noexcept nogil:
+    if entry > 0:
+        key_of_row(key, &index.rows[entry - 1])
+    else:
+        key[0] = index.side[-entry - 1].key
+
+
+cdef inline bint entry_has_key(
+    const HashIndex* index, int32_t entry, const Key* key
+) noexcept nogil:
+    cdef Key own
+    entry_key(index, entry, &own)
+    return same_key(&own, key)
+
+
+cdef inline block_id_t entry_block(
+    const HashIndex* index, int32_t entry
+) noexcept nogil:
+    """The row an entry names, or FOREIGN."""
+    return entry - 1 if entry > 0 else index.side[-entry - 1].block
+
+
+cdef inline int32_t* entry_next(HashIndex* index, int32_t entry) noexcept nogil:
+    if entry > 0:
+        return &index.rows[entry - 1].next_copy
+    return &index.side[-entry - 1].next_copy
+
+
+cdef inline int32_t* entry_prev(HashIndex* index, int32_t entry) noexcept nogil:
+    if entry > 0:
+        return &index.rows[entry - 1].prev_copy
+    return &index.side[-entry - 1].prev_copy
+
+
+cdef inline int64_t slot_of(
+    const HashIndex* index, const Key* key, uint32_t tag
+) noexcept nogil:
+    """The slot of a key, or -1 - (the empty slot where it belongs)."""
+    cdef uint32_t at = home_of(index, tag)
+    while index.slots[at].head:
+        if index.slots[at].tag == tag:
+            if entry_has_key(index, index.slots[at].head, key):
+                return at
+        at = after(index, at)
+    return -1 - <int64_t> at
+
+
+cdef int64_t index_slot(const HashIndex* index, const Key* key) noexcept nogil:
+    return slot_of(index, key, tag_of(index, key))
+
+
+cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil:
+    """The oldest entry of a key, or 0."""
+    cdef int64_t at = slot_of(index, key, tag_of(index, key))
+    return index.slots[at].head if at >= 0 else 0
+
+
+cdef Py_ssize_t index_find_many(
+    const HashIndex* index, const Key* keys, Py_ssize_t count, block_id_t* blocks
+) noexcept nogil:
+    """Blocks of the leading keys that are present; stops at the first miss.
+
+    A key whose oldest copy is a hand-made block counts as a miss: it has no row. At
+    most 32 keys at once: their cache misses overlap.
+    """
+    cdef uint32_t[32] tags
+    cdef Py_ssize_t i
+    cdef int64_t at
+    cdef int32_t head
+    for i in range(count):
+        tags[i] = tag_of(index, &keys[i])
+        kvc_prefetch(&index.slots[home_of(index, tags[i])])
+    for i in range(count):
+        head = index.slots[home_of(index, tags[i])].head
+        if head > 0:
+            kvc_prefetch(&index.rows[head - 1])
+    for i in range(count):
+        at = slot_of(index, &keys[i], tags[i])
+        if at < 0:
+            return i
+        blocks[i] = entry_block(index, index.slots[at].head)
+        if blocks[i] == FOREIGN:
+            return i
+    return count
+
+
+cdef bint index_contains(
+    const HashIndex* index, const Key* key, block_id_t block
+) noexcept nogil:
+    """Whether a key has an entry that names this row."""
+    cdef int32_t k
+    cdef Key own
+    if index.rows[block].flags & FLAG_INDEXED:
+        key_of_row(&own, &index.rows[block])
+        if same_key(&own, key):
+            return True
+    if index.first_side != NULL:
+        k = index.first_side[block]
+        while k:
+            if same_key(&index.side[k - 1].key, key):
+                return True
+            k = index.side[k - 1].next_of_block
+    return False
+
+
+cdef void link_entry(HashIndex* index, int32_t entry, const Key* key) noexcept nogil:
+    """Make an entry the youngest copy of its key. There is room."""
+    cdef uint32_t tag = tag_of(index, key)
+    cdef int64_t at = slot_of(index, key, tag)
+    cdef int32_t head
+    cdef int32_t youngest
+    entry_next(index, entry)[0] = 0
+    if at < 0:
+        index.slots[-1 - at].tag = tag
+        index.slots[-1 - at].head = entry
+        index.num_keys += 1
+        entry_prev(index, entry)[0] = entry
+        return
+    head = index.slots[at].head
+    youngest = entry_prev(index, head)[0]
+    entry_next(index, youngest)[0] = entry
+    entry_prev(index, entry)[0] = youngest
+    entry_prev(index, head)[0] = entry
+
+
+cdef void empty_slot(HashIndex* index, uint32_t hole) noexcept nogil:
+    """Empty a slot and close the gap, so that every probe still ends where it should."""
+    cdef uint32_t at = hole
+    cdef uint32_t home
+    index.num_keys -= 1
+    while True:
+        at = after(index, at)
+        if not index.slots[at].head:
+            break
+        home = home_of(index, index.slots[at].tag)
+        # Leave a slot whose home lies cyclically in (hole, at].
+        if (hole < home and home <= at) or (at < hole and (hole < home or home <= at)):
+            continue
+        index.slots[hole] = index.slots[at]
+        hole = at
+    index.slots[hole].head = 0
+
+
+cdef void index_remove(HashIndex* index, int32_t entry) noexcept nogil:
+    """Take an entry out. The rows' hash fields are not touched, the flag is."""
+    cdef Key key
+    cdef int64_t at
+    cdef int32_t head
+    cdef int32_t before = entry_prev(index, entry)[0]
+    cdef int32_t behind = entry_next(index, entry)[0]
+    cdef SideEntry* side
+    cdef int32_t* link
+    entry_key(index, entry, &key)
+    at = slot_of(index, &key, tag_of(index, &key))
+    head = index.slots[at].head
+    if entry == head:
+        if behind == 0:
+            empty_slot(index, <uint32_t> at)
+        else:
+            index.slots[at].head = behind
+            entry_prev(index, behind)[0] = before
+    else:
+        entry_next(index, before)[0] = behind
+        entry_prev(index, head if behind == 0 else behind)[0] = before
+    if entry > 0:
+        index.rows[entry - 1].flags &= ~<uint8_t> FLAG_INDEXED
+        return
+    side = &index.side[-entry - 1]
+    if side.block != FOREIGN:
+        link = &index.first_side[side.block]
+        while link[0] != -entry:
+            link = &index.side[link[0] - 1].next_of_block
+        link[0] = side.next_of_block
+    memset(side, 0, sizeof(SideEntry))
+    side.next_of_block = index.vacant
+    index.vacant = -entry
+    index.num_side -= 1
+
+
+cdef void index_add_row(
+    HashIndex* index, block_id_t block, const Key* key, int32_t num_tokens
+) noexcept nogil:
+    """Give a row its primary hash, and an entry for it. There is room."""
+    cdef BlockMeta* row = &index.rows[block]
+    memcpy(row.block_hash, key.words, MAX_KEY_BYTES)
+    row.block_hash_len = <uint8_t> key.length
+    row.block_hash_num_tokens = num_tokens
+    row.flags |= FLAG_INDEXED
+    link_entry(index, block + 1, key)
+
+
+cdef int32_t index_add_side(
+    HashIndex* index, const Key* key, block_id_t block, int32_t kind
+) noexcept nogil:
+    """A further entry for a row, or one for a hand-made block. There is room."""
+    cdef int32_t k = index.vacant
+    cdef SideEntry* side = &index.side[k - 1]
+    index.vacant = side.next_of_block
+    index.num_side += 1
+    side.key = key[0]
+    side.block = block
+    side.kind = kind
+    side.next_of_block = 0
+    if block != FOREIGN:
+        side.next_of_block = index.first_side[block]
+        index.first_side[block] = k
+    link_entry(index, -k, key)
+    return -k
+
+
+cdef int index_drop_block(HashIndex* index, block_id_t block) noexcept nogil:
+    """Remove every entry that names a row, and clear its hash; how many there were."""
+    cdef BlockMeta* row = &index.rows[block]
+    cdef int count = 0
+    if row.flags & FLAG_INDEXED:
+        index_remove(index, block + 1)
+        count = 1
+    if index.first_side != NULL:
+        while index.first_side[block]:
+            index_remove(index, -index.first_side[block])
+            count += 1
+    if row.block_hash_len:
+        memset(row.block_hash, 0, MAX_KEY_BYTES)
+        row.block_hash_len = 0
+    row.block_hash_num_tokens = -1
+    return count
+
+
+cdef bytes key_bytes(const Key* key):
+    return PyBytes_FromStringAndSize(<char*> key.words, key.length)
+
+
+@cython.final
+cdef class BlockHashToBlockMap:
+    """The prefix-cache map, as vLLM's: a key's blocks, oldest first.
+
+    A pool's map names rows; one made by hand holds the blocks it is given. Keys are
+    bytes, 1 to 36 of them (digest + 4-byte big-endian group id).
+    """
+
+    def __cinit__(self):
+        self.objects = {}
+        if index_init(&self.index, NULL, 0, 0) < 0:
+            raise MemoryError("cannot allocate an empty map")
+
+    def __dealloc__(self):
+        index_free(&self.index)
+
+    @staticmethod
+    cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching):
+        cdef BlockHashToBlockMap made = BlockHashToBlockMap.__new__(BlockHashToBlockMap)
+        cdef Py_ssize_t num_keys = store.num_blocks if enable_caching else 0
+        index_free(&made.index)
+        if index_init(&made.index, store.rows, store.num_blocks, num_keys) < 0:
+            raise MemoryError(f"cannot allocate a table of {num_keys} keys")
+        made.store = store
+        return made
+
+    @property
+    def nbytes(self):
+        """Bytes held in C."""
+        cdef size_t size = <size_t> self.index.num_slots * sizeof(Slot)
+        size += <size_t> self.index.side_capacity * sizeof(SideEntry)
+        if self.index.first_side != NULL:
+            size += <size_t> self.index.num_rows * sizeof(int32_t)
+        return size
+
+    cdef object block_of(self, int32_t entry):
+        cdef block_id_t block = entry_block(&self.index, entry)
+        if block == FOREIGN:
+            return self.objects[-entry]
+        return self.store.view(block)
+
+    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) noexcept:
+        """The entry of a key that names the block id, or 0. O(copies of the key)."""
+        cdef int32_t entry
+        if 0 <= block_id < self.index.num_rows:
+            if self.index.rows[block_id].flags & FLAG_INDEXED:
+                if entry_has_key(&self.index, <int32_t> block_id + 1, key):
+                    return <int32_t> block_id + 1
+        entry = index_find(&self.index, key)
+        while entry:
+            if entry > 0 or self.index.side[-entry - 1].block != FOREIGN:
+                if entry_block(&self.index, entry) == block_id:
+                    return entry
+            elif (<KVCacheBlock> self.objects[-entry]).id == block_id:
+                return entry
+            entry = entry_next(&self.index, entry)[0]
+        return 0
+
+    cdef int add(self, const Key* key, object block, int32_t kind) except -1:
+        """An entry for any block; a row takes it as its primary hash if it may."""
+        cdef KVCacheBlock ours = <KVCacheBlock> block
+        cdef BlockMeta* row
+        cdef Key own
+        cdef int32_t entry
+        if index_reserve(&self.index, 1, 1) < 0:
+            raise MemoryError(f"cannot grow a map of {self.index.num_keys} keys")
+        if self.store is None or ours.store != <void*> self.store:
+            if self.store is not None and ours.loose is None:
+                raise ValueError(f"block {ours.id} belongs to another pool")
+            entry = index_add_side(&self.index, key, FOREIGN, kind)
+            self.objects[-entry] = block
+            return 0
+        row = &self.index.rows[ours.index]
+        if row.block_hash_len and not row.flags & FLAG_INDEXED:
+            key_of_row(&own, row)
+            if same_key(&own, key):
+                index_add_row(&self.index, ours.index, key, row.block_hash_num_tokens)
+                return 0
+        index_add_side(&self.index, key, ours.index, kind)
+        return 0
+
+    cdef int append_keys(self, block_id_t block, list keys, bint own) except -1:
+        """Append a row's keys: its own if it is indexed and asked for, then aliases.
+
+        Makes nothing that the collector tracks, so no foreign code runs.
+        """
+        cdef int32_t k
+        cdef Key key
+        if own and self.index.rows[block].flags & FLAG_INDEXED:
+            key_of_row(&key, &self.index.rows[block])
+            keys.append(key_bytes(&key))
+        if self.index.first_side != NULL:
+            k = self.index.first_side[block]
+            while k:
+                if self.index.side[k - 1].kind == SIDE_ALIAS:
+                    keys.append(key_bytes(&self.index.side[k - 1].key))
+                k = self.index.side[k - 1].next_of_block
+        return 0
+
+    cdef list remove_object(self, object block):
+        """Remove the pool-made entries of a hand-made block; their keys."""
+        cdef list keys = []
+        cdef int32_t k
+        for k, held in list(self.objects.items()):
+            if held is block:
+                keys.append(key_bytes(&self.index.side[k - 1].key))
+                index_remove(&self.index, -k)
+                del self.objects[k]
+        return keys
+
+    def _aliases_of(self, block_id):
+        """Further keys of a pool's block, as a set."""
+        cdef list keys = []
+        self.append_keys(
+            <block_id_t> as_int(block_id, "block_id", 0, self.index.num_rows - 1),
+            keys,
+            False,
+        )
+        return set(keys)
+
+    def _aliased_blocks(self):
+        """Ids of the pool's blocks that have further keys."""
+        cdef int32_t k
+        return {
+            self.index.side[k].block
+            for k in range(self.index.side_capacity)
+            if self.index.side[k].kind == SIDE_ALIAS
+            and self.index.side[k].block != FOREIGN
+        }
+
+    def get_one_block(self, key):
+        """The block that was cached first under a key, or None."""
+        cdef Key wanted
+        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        cdef int32_t entry = index_find(&self.index, &wanted)
+        return self.block_of(entry) if entry else None
+
+    def contain(self, key, block_id):
+        """Whether a key names the block id."""
+        cdef Key wanted
+        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        return self.find_block(&wanted, as_int(block_id, "block_id", -2**31, 2**31)) != 0
+
+    def insert(self, key, block):
+        """Add a block under a key; the block's own hash field stays as it is.
+
+        Raises:
+            TypeError: The block is not a KVCacheBlock.
+            ValueError: The map is a pool's and the block is another pool's.
+        """
+        cdef Key wanted
+        cdef int32_t entry
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"expected a KVCacheBlock, got {block!r}")
+        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        entry = self.find_block(&wanted, (<KVCacheBlock> block).id)
+        if entry == 0:
+            self.add(&wanted, block, SIDE_INSERTED)
+        elif entry < 0 and -entry in self.objects:
+            self.objects[-entry] = block
+
+    def pop(self, key, block_id):
+        """Remove the entry of a key that names the block id; that block, or None."""
+        cdef Key wanted
+        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        cdef int32_t entry = self.find_block(
+            &wanted, as_int(block_id, "block_id", -2**31, 2**31)
+        )
+        if entry == 0:
+            return None
+        block = self.block_of(entry)
+        index_remove(&self.index, entry)
+        if entry < 0:
+            self.objects.pop(-entry, None)
+        return block
+
+    def __len__(self):
+        return self.index.num_keys

@@ -1,0 +1,162 @@
+"""check(): proves every invariant of a pool in O(n) and names the first that fails.
+
+The states themselves are predicates (`is_free`, `is_linked`, `has_hash` in _types.pxd).
+Each function below is one invariant; the order is from the queue up to the index, so
+that the first failure is the cause and not a consequence.
+"""
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from kvcache._types cimport (
+    ANCHOR,
+    FLAG_INDEXED,
+    FLAG_NULL,
+    FOREIGN,
+    NULL_BLOCK,
+    BlockMeta,
+    Key,
+    block_id_t,
+    has_hash,
+    is_free,
+    is_linked,
+)
+from kvcache.free_queue cimport FreeQueue
+from kvcache.hash_index cimport (
+    SIDE_VACANT,
+    HashIndex,
+    entry_key,
+    entry_next,
+    entry_prev,
+    index_slot,
+    index_tag,
+)
+
+
+cdef int fail(str what) except -1:
+    raise AssertionError(what)
+
+
+cdef int check_queue(PoolState* pool) except -1:
+    """Walking from the anchor meets num_free rows, each free, each linked both ways."""
+    cdef FreeQueue* queue = pool.queue
+    cdef block_id_t at = ANCHOR, behind
+    cdef Py_ssize_t count = 0
+    while True:
+        behind = pool.rows[at].next_free_block
+        if behind != ANCHOR and not 0 <= behind < pool.num_blocks:
+            fail(f"block {at} is linked to {behind}, which is no block")
+        if pool.rows[behind].prev_free_block != at:
+            fail(f"block {behind} follows {at} but does not link back to it")
+        if behind == ANCHOR:
+            break
+        if not is_free(&pool.rows[behind]):
+            fail(f"block {behind} is in the free queue and not free")
+        count += 1
+        if count > pool.num_blocks:
+            fail("the free queue runs in a circle past its anchor")
+        at = behind
+    if count != queue.num_free:
+        fail(f"the free queue holds {count} blocks and counts {queue.num_free}")
+    return 0
+
+
+cdef int check_rows(PoolState* pool) except -1:
+    """A block is linked if and only if it is free; only block 0 is null."""
+    cdef block_id_t block
+    cdef BlockMeta* row
+    for block in range(pool.num_blocks):
+        row = &pool.rows[block]
+        if bool(row.flags & FLAG_NULL) != (block == NULL_BLOCK):
+            fail(f"block {block} is {'' if row.flags & FLAG_NULL else 'not '}null")
+        if row.flags & ~(FLAG_NULL | FLAG_INDEXED):
+            fail(f"block {block} has the flags {row.flags}")
+        if row.ref_cnt < 0:
+            fail(f"block {block} has the reference count {row.ref_cnt}")
+        if is_linked(row) != is_free(row):
+            fail(
+                f"block {block} with {row.ref_cnt} references is"
+                f" {'' if is_linked(row) else 'not '}in the free queue"
+            )
+        if row.flags & FLAG_INDEXED and not has_hash(row):
+            fail(f"block {block} is in the index and has no hash")
+    return 0
+
+
+cdef int check_copies(HashIndex* index, int32_t head, uint32_t tag) except -1:
+    """The copies of one key hang together, oldest first; how many there are."""
+    cdef Key key, own
+    cdef int32_t entry = head, before = entry_prev(index, head)[0], behind
+    cdef int count = 0
+    entry_key(index, head, &key)
+    if index_tag(index, &key) != tag:
+        fail(f"the slot of entry {head} has a tag that is not its key's")
+    while entry:
+        if entry > 0:
+            if not 0 < entry <= index.num_rows:
+                fail(f"the index names block {entry - 1}")
+            if not index.rows[entry - 1].flags & FLAG_INDEXED:
+                fail(f"the index names block {entry - 1}, which does not know of it")
+        elif index.side[-entry - 1].kind == SIDE_VACANT:
+            fail(f"the index names the vacant side entry {-entry}")
+        entry_key(index, entry, &own)
+        if index_tag(index, &own) != tag:
+            fail(f"entry {entry} hangs on another key's slot")
+        behind = entry_next(index, entry)[0]
+        if entry != head and entry_prev(index, entry)[0] != before:
+            fail(f"entry {entry} does not link back to the copy before it")
+        count += 1
+        if count > index.num_rows + index.num_side:
+            fail(f"the copies of entry {head} run in a circle")
+        before, entry = entry, behind
+    if entry_prev(index, head)[0] != before:
+        fail(f"entry {head} does not know its youngest copy")
+    return count
+
+
+cdef int check_index(PoolState* pool) except -1:
+    """Every slot is reached by its key; every entry hangs on exactly one slot."""
+    cdef HashIndex* index = pool.index
+    cdef uint32_t i, num_keys = 0
+    cdef int64_t entries = 0, expected = 0
+    cdef block_id_t block
+    cdef int32_t k
+    cdef Key key
+    for i in range(index.num_slots):
+        if not index.slots[i].head:
+            continue
+        num_keys += 1
+        entry_key(index, index.slots[i].head, &key)
+        entries += check_copies(index, index.slots[i].head, index.slots[i].tag)
+        if index_slot(index, &key) != i:
+            fail(f"the key of entry {index.slots[i].head} is not found in its slot")
+    if num_keys != index.num_keys:
+        fail(f"the index holds {num_keys} keys and counts {index.num_keys}")
+    for block in range(pool.num_blocks):
+        expected += (pool.rows[block].flags & FLAG_INDEXED) != 0
+    if entries != expected + index.num_side:
+        fail(f"the index holds {entries} entries, {expected + index.num_side} are made")
+    expected = 0
+    if index.first_side != NULL:
+        for block in range(pool.num_blocks):
+            k = index.first_side[block]
+            while k:
+                if index.side[k - 1].block != block:
+                    fail(f"block {block} lists a side entry that is not its own")
+                expected += 1
+                if expected > index.num_side:
+                    fail(f"the side entries of block {block} run in a circle")
+                k = index.side[k - 1].next_of_block
+    for k in range(index.side_capacity):
+        if index.side[k].kind != SIDE_VACANT and index.side[k].block == FOREIGN:
+            expected += 1
+    if expected != index.num_side:
+        fail(f"{expected} side entries are listed and {index.num_side} counted")
+    return 0
+
+
+cdef int check_pool(PoolState* pool, BlockHashToBlockMap map) except -1:
+    check_queue(pool)
+    check_rows(pool)
+    check_index(pool)
+    if len(map.objects) + pool.index.num_side < 2 * len(map.objects):
+        fail("the map holds more hand-made blocks than side entries")
+    return 0

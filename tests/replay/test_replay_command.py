@@ -1,0 +1,364 @@
+"""`kvcache replay` from its arguments to what it prints and returns."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.cli import main
+from kvcache.replay.command import DEFAULT_SIZES
+
+WriteTrace = Callable[..., Path]
+MakeReport = Callable[..., dict[str, Any]]
+# Two requests of two full blocks each; the second hits the first block only,
+# for its last token is computed.
+ROWS = [
+    {"input_length": 32, "hash_ids": [1, 2]},
+    {"input_length": 32, "hash_ids": [1, 2]},
+    {"input_length": 0, "hash_ids": []},
+    {"input_length": 80, "hash_ids": [3, 4, 5, 6, 7]},
+]
+PROGRAM = "import seam, sys; from kvcache.cli import main; sys.exit(main())"
+
+
+def start(
+    *args: str | Path, program: str = PROGRAM, stdout: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start a program that can import what these tests can."""
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "replay", *args],
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+    )
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs the program and returns the error it prints."""
+
+    def run(*args: str | Path) -> str:
+        assert main(["replay", *map(str, args)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        last = err.splitlines()[-1]
+        assert re.match("kvcache( replay)?: error: ", last)
+        return last
+
+    return run
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> MakeReport:
+    """Return a function that runs the program and returns the JSON it prints."""
+
+    def run(*args: str | Path) -> dict[str, Any]:
+        assert main(["replay", "--json", *map(str, args)]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    return run
+
+
+def digest_of(*lines: str) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+def sizes_of(report: dict[str, Any]) -> list[int]:
+    return [run["num_blocks"] for run in report["runs"]]
+
+
+def test_json_tells_what_each_pool_did(
+    write_trace: WriteTrace, report: MakeReport
+) -> None:
+    path = write_trace(*ROWS)
+    told = report(path, "--block-size", "16", "--blocks", "5,10")
+    digests = [run.pop("assignment_sha256") for run in told["runs"]]
+    shared = {"requests": 4, "hit_tokens": 16}
+    assert told == {
+        "trace": "trace.jsonl",
+        "block_size": 16,
+        "runs": [
+            {
+                **shared,
+                "num_blocks": 5,
+                "skipped": 1,
+                "prompt_tokens": 64,
+                "hit_rate": 0.25,
+                "new_blocks": 3,
+                "evictions": 0,
+                "cached_blocks": 2,
+            },
+            {
+                **shared,
+                "num_blocks": 10,
+                "skipped": 0,
+                "prompt_tokens": 144,
+                "hit_rate": 0.111111,
+                "new_blocks": 8,
+                "evictions": 0,
+                "cached_blocks": 7,
+            },
+        ],
+    }
+    lines = ["0: 1 2", "16: 1 3", ""]
+    assert digests == [digest_of(*lines, "skip"), digest_of(*lines, "0: 4 5 6 7 8")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mooncake_conversation.jsonl.xz",
+        "mooncake_synthetic.jsonl.gz",
+        "lmcache_agents.jsonl.gz",
+    ],
+)
+def test_a_real_trace_gives_what_stock_vllm_gives(
+    shared_traces: Path, report: MakeReport, name: str
+) -> None:
+    expected = json.loads((shared_traces / "expected.json").read_text())[name]
+    told = report(shared_traces / name, "--blocks", ",".join(expected["runs"]))
+    assert told == {
+        "trace": name,
+        "block_size": expected["block_size"],
+        "runs": [
+            {"num_blocks": int(num_blocks), **run}
+            for num_blocks, run in expected["runs"].items()
+        ],
+    }
+
+
+def test_without_arguments_generated_chats_run_through_pools_of_default_sizes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["replay"]) == 0
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "generated chat: 2560 requests, 16 tokens a block"
+    assert [int(line.split()[0]) for line in lines] == DEFAULT_SIZES
+    rates = [float(line.split()[1].rstrip("%")) for line in lines]
+    assert rates == sorted(set(rates))
+
+
+def test_options_shape_the_generated_chats(
+    report: MakeReport,
+) -> None:
+    shape = ["--sessions", "1", "--turns", "1", "--system-tokens", "64"]
+    shape += ["--user-tokens", "1", "--reply-tokens", "0", "--block-size", "32"]
+    told = report(*shape, "--blocks", "9")
+    assert told["trace"] is None
+    assert told["block_size"] == 32
+    assert told["runs"][0]["prompt_tokens"] == 65
+    assert told["runs"][0]["cached_blocks"] == 2
+
+
+def test_the_seed_changes_the_generated_chats(
+    report: MakeReport,
+) -> None:
+    first, again, other = (
+        report("--sessions", "3", "--blocks", "900", "--seed", seed) for seed in "001"
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("budgets", "kv_bytes", "sizes"),
+    [
+        ("1,0.5,16", 2**20, [64, 32, 1024]),
+        ("1", 3000, [22369]),
+        # As a float this would be 3.
+        ("2.99999999999999999999", 2**26, [2]),
+    ],
+)
+def test_a_budget_is_divided_exactly_and_rounded_down(
+    report: MakeReport,
+    budgets: str,
+    kv_bytes: int,
+    sizes: list[int],
+) -> None:
+    shape = ["--sessions", "1", "--turns", "1"]
+    cost = ["--kv-bytes-per-token", str(kv_bytes)]
+    assert sizes_of(report(*shape, "--budget-gib", budgets, *cost)) == sizes
+
+
+def test_a_budget_counts_blocks_of_the_size_found_in_the_trace(
+    write_trace: WriteTrace, report: MakeReport
+) -> None:
+    path = write_trace({"input_length": 6758, "hash_ids": list(range(14))})
+    told = report(path, "--budget-gib", "1", "--kv-bytes-per-token", "1024")
+    assert told["block_size"] == 512
+    assert sizes_of(told) == [2048]
+
+
+@pytest.mark.parametrize(
+    ("args", "fault"),
+    [
+        (["--blocks", "0"], "--blocks: '0' is no integer from 1 to"),
+        (["--blocks", "10,"], "--blocks: '' is no integer"),
+        (["--blocks", "1e3"], "--blocks: '1e3' is no integer"),
+        (["--blocks", "2147483648"], "is no integer from 1 to 2147483647"),
+        (["--blocks", "9", "--budget-gib", "1"], "not allowed with argument"),
+        (["--budget-gib", "1"], "need each other"),
+        (["--kv-bytes-per-token", "1"], "need each other"),
+        (["--budget-gib", "-1", "--kv-bytes-per-token", "1"], "--budget-gib"),
+        (["--budget-gib", "nan", "--kv-bytes-per-token", "1"], "'nan' is no number"),
+        (["--budget-gib", "1e99999999", "--kv-bytes-per-token", "1"], "is no number"),
+        (["--budget-gib", "1", "--kv-bytes-per-token", "0"], "'0' is no integer"),
+        (["--budget-gib", "0", "--kv-bytes-per-token", "1"], "hold 0 blocks of 16"),
+        (["--budget-gib", "999999", "--kv-bytes-per-token", "1"], "a pool has 1 to"),
+        (["--block-size", "0"], "--block-size: '0' is no integer"),
+        (["--turns", "0"], "--turns: '0' is no integer from 1 to"),
+        (["--seed", "1", "a.jsonl"], "--seed shapes generated chats, not a TRACE"),
+        (["--plot", "plot.jsonl"], "plot.jsonl: no image format"),
+        (["--plot", "nowhere/plot.png"], "there is no folder nowhere"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+        (["nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["."], "Is a directory: '.'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_named_in_one_line(
+    refused: Callable[..., str], args: list[str], fault: str
+) -> None:
+    if "--plot" in args:
+        pytest.importorskip("matplotlib")
+    assert fault in refused(*args)
+
+
+def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_the_program_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{kvcache.__version__}\n"
+
+
+def test_a_malformed_row_is_named_in_one_line(
+    write_trace: WriteTrace, refused: Callable[..., str]
+) -> None:
+    path = write_trace(*ROWS, '{"input_length": 1}')
+    assert refused(path, "--block-size", "16").endswith(
+        f"error: {path}:5: hash_ids is missing"
+    )
+
+
+def test_a_pool_that_does_not_fit_into_memory_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvcache.replay.PoolReplay", fail)
+    assert refused().endswith("error: out of memory")
+
+
+def test_a_plot_is_drawn_beside_the_table(
+    tmp_path: Path, write_trace: WriteTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "plot.png"
+    trace = str(write_trace(*ROWS))
+    assert main(["replay", trace, "--block-size", "16", "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert "hit rate" in capsys.readouterr().out
+
+
+def test_a_missing_matplotlib_is_told_before_the_trace_is_opened(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    error = refused("nowhere.jsonl", "--plot", "plot.png")
+    assert 'pip install "kvcache[cli]"' in error
+
+
+def test_a_terminal_shows_a_bar_that_counts_the_bytes_read(
+    monkeypatch: pytest.MonkeyPatch, write_trace: WriteTrace
+) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    bars: list[Any] = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[name-defined, misc]
+        def close(self) -> None:
+            bars.append(self)
+            super().close()
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    path = write_trace(*ROWS)
+    assert main(["replay", str(path), "--block-size", "16"]) == 0
+    assert f"/{path.stat().st_size} [" in terminal.getvalue()
+    assert bars[0].n == path.stat().st_size
+
+
+def test_without_tqdm_a_terminal_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(["replay", "--sessions", "1"]) == 0
+    assert terminal.getvalue() == ""
+
+
+def test_what_is_not_used_is_not_imported() -> None:
+    unused = ["tqdm", "matplotlib", "fractions", "asyncio", "unittest"]
+    program = (
+        "import seam, sys; from kvcache.cli import main; before = set(sys.modules);"
+        "main(['replay', '--sessions', '1']);"
+        f"print(set({unused}) & (set(sys.modules) - before), file=sys.stderr)"
+    )
+    assert start(program=program).communicate(timeout=60)[1] == "set()\n"
+
+
+def test_the_package_runs_as_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvcache", "replay", "--sessions", "1"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("kvcache", run_name="__main__")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("generated chat: 10 requests")
+
+
+def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = start(pipe, "--block-size", "16")
+    # Opens once the program does; from then on it waits for rows.
+    with pipe.open("w"):
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
+def test_a_closed_pipe_leaves_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start("--sessions", "1", stdout=writer)
+    os.close(writer)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 141
