@@ -136,7 +136,11 @@ cdef class BlockPool:
         cdef Py_ssize_t n = as_int(num_gpu_blocks, "num_gpu_blocks", 1, MAX_BLOCKS)
         cdef Py_ssize_t size = as_int(hash_block_size, "hash_block_size", 1, MAX_BLOCKS)
         cdef Py_ssize_t lookahead = as_int(
-            num_hash_lookahead_tokens, "num_hash_lookahead_tokens", 0, MAX_BLOCKS
+            # vLLM passes its "one or none" here as a bool.
+            int(num_hash_lookahead_tokens)
+            if isinstance(num_hash_lookahead_tokens, bool)
+            else num_hash_lookahead_tokens,
+            "num_hash_lookahead_tokens", 0, MAX_BLOCKS,
         )
         if self.state.num_blocks:
             raise ValueError("the pool is already made")
@@ -394,11 +398,12 @@ cdef class BlockPool:
         Blocks without users return to the free queue: cached ones at the back, others
         at the front, each in the order given (all at the front if caching is off). A
         block listed k times gives k references. Null blocks are skipped; a block of
-        another pool goes to that pool.
+        another pool goes to that pool; one made by hand gives a reference, if it has
+        one, and goes nowhere (vLLM's tests free such blocks).
 
         Raises:
-            ValueError: A block has fewer references than are taken, or belongs to no
-                pool. Nothing was freed.
+            ValueError: A block has fewer references than are taken, or its pool is
+                gone. Nothing was freed.
             TypeError: An element is not a KVCacheBlock. Nothing was freed.
         """
         if type(ordered_blocks) is not list:
@@ -415,6 +420,7 @@ cdef class BlockPool:
     cdef int free_by_pool(self, list blocks) except -1:
         """Free blocks of several pools: check all, then each pool frees its own."""
         cdef dict by_pool = {id(self): (self, [])}
+        cdef list hand_made = []
         cdef KVCacheBlock block
         cdef Py_ssize_t bad, n
         for item in blocks:
@@ -424,8 +430,11 @@ cdef class BlockPool:
             if block.row.flags & FLAG_NULL:
                 continue
             pool = block.pool
-            if pool is None or (isinstance(pool, BlockPool) and block.loose is not None):
-                raise ValueError(f"block {block.id} does not belong to a pool")
+            if pool is None and block.loose is None:
+                raise ValueError(f"the pool of block {block.id} is gone")
+            if block.loose is not None and (pool is None or isinstance(pool, BlockPool)):
+                hand_made.append(block)
+                continue
             by_pool.setdefault(id(pool), (pool, []))[1].append(block)
         for pool, theirs in by_pool.values():
             if isinstance(pool, BlockPool):
@@ -442,6 +451,9 @@ cdef class BlockPool:
                     )
         for pool, theirs in by_pool.values():
             pool.free_blocks(theirs)
+        for block in hand_made:
+            if block.row.ref_cnt > 0:
+                block.row.ref_cnt -= 1
         return 0
 
     def free_block_ids(self, ids):

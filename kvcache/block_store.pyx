@@ -390,6 +390,15 @@ cdef class KVCacheBlock:
     def _block_hash(self):
         return self.block_hash
 
+    @_block_hash.setter
+    def _block_hash(self, value):
+        # vLLM's dataclass has this as a plain field, and its tests set it.
+        if value is not None:
+            as_key(value)
+        self.reset_hash()
+        if value is not None:
+            self.set_block_hash(value)
+
     @property
     def block_hash_num_tokens(self):
         """Prefix tokens that `block_hash` covers, or None."""

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+PROGRAM = "kvcache"
+MISTAKE = 2
+"""Exit status after a caller's mistake, as argparse has it."""
 INTERRUPTED = 128 + 2
 """Exit status after Ctrl-C: what a shell reports for SIGINT."""
 PIPE_CLOSED = 128 + 13
@@ -28,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; `sys.argv` by default.
 
     Returns:
-        The exit status: 0, or 2 for a caller's mistake, 130 after Ctrl-C, 141
-        if the output was closed.
+        The exit status: 0, or 2 for a mistake of the caller or an output that
+        cannot be written, 130 after Ctrl-C, 141 if the output was closed.
     """
     try:
         status = _run(argv)
@@ -37,10 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        # What is still buffered cannot be written either.
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CLOSED
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return MISTAKE
     return status
 
 
@@ -49,7 +56,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from kvcache.replay import command as replay
 
     parser = ArgumentParser(
-        prog="kvcache",
+        prog=PROGRAM,
         description="KV-cache block management for LLM inference engines.",
         allow_abbrev=False,
     )

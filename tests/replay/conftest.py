@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import seam
-
-
-def pytest_report_header() -> str:
-    """Say which pool the replay tests run."""
-    return f"replay pool: {'compiled' if seam.COMPILED else 'plain-Python stand-in'}"
 
 
 @pytest.fixture

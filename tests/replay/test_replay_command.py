@@ -1,13 +1,8 @@
 """`kvcache replay` from its arguments to what it prints and returns."""
 
 import hashlib
-import io
 import json
-import os
 import re
-import runpy
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,29 +24,6 @@ ROWS = [
     {"input_length": 0, "hash_ids": []},
     {"input_length": 80, "hash_ids": [3, 4, 5, 6, 7]},
 ]
-PROGRAM = "import seam, sys; from kvcache.cli import main; sys.exit(main())"
-
-
-def start(
-    *args: str | Path, program: str = PROGRAM, stdout: int = subprocess.PIPE
-) -> subprocess.Popen[str]:
-    """Start a program that can import what these tests can."""
-    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    return subprocess.Popen(
-        [sys.executable, "-c", program, "replay", *args],
-        env={**os.environ, "PYTHONPATH": path},
-        text=True,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-    )
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
 
 
 @pytest.fixture
@@ -294,71 +266,3 @@ def test_a_missing_matplotlib_is_told_before_the_trace_is_opened(
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     error = refused("nowhere.jsonl", "--plot", "plot.png")
     assert 'pip install "kvcache[cli]"' in error
-
-
-def test_a_terminal_shows_a_bar_that_counts_the_bytes_read(
-    monkeypatch: pytest.MonkeyPatch, write_trace: WriteTrace
-) -> None:
-    tqdm = pytest.importorskip("tqdm")
-    bars: list[Any] = []
-
-    class Bar(tqdm.tqdm):  # type: ignore[name-defined, misc]
-        def close(self) -> None:
-            bars.append(self)
-            super().close()
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
-    path = write_trace(*ROWS)
-    assert main(["replay", str(path), "--block-size", "16"]) == 0
-    assert f"/{path.stat().st_size} [" in terminal.getvalue()
-    assert bars[0].n == path.stat().st_size
-
-
-def test_without_tqdm_a_terminal_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert main(["replay", "--sessions", "1"]) == 0
-    assert terminal.getvalue() == ""
-
-
-def test_what_is_not_used_is_not_imported() -> None:
-    unused = ["tqdm", "matplotlib", "fractions", "asyncio", "unittest"]
-    program = (
-        "import seam, sys; from kvcache.cli import main; before = set(sys.modules);"
-        "main(['replay', '--sessions', '1']);"
-        f"print(set({unused}) & (set(sys.modules) - before), file=sys.stderr)"
-    )
-    assert start(program=program).communicate(timeout=60)[1] == "set()\n"
-
-
-def test_the_package_runs_as_a_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvcache", "replay", "--sessions", "1"])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("kvcache", run_name="__main__")
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith("generated chat: 10 requests")
-
-
-def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    process = start(pipe, "--block-size", "16")
-    # Opens once the program does; from then on it waits for rows.
-    with pipe.open("w"):
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 130
-
-
-def test_a_closed_pipe_leaves_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = start("--sessions", "1", stdout=writer)
-    os.close(writer)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 141

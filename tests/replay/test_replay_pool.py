@@ -1,7 +1,6 @@
 """The compiled pool against the plain-Python one."""
 
 import pytest
-import seam
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_replay import ReferenceReplay
@@ -17,7 +16,6 @@ requests = st.lists(
 ).map(lambda rows: [(len(ids) * SIZE + rest, ids) for ids, rest in rows])
 
 
-@pytest.mark.skipif(not seam.COMPILED, reason="kvcache is not compiled")
 @given(requests, st.integers(2, 20), st.integers(1, 30), st.booleans())
 def test_the_compiled_pool_does_what_the_reference_does(
     rows: list[Row], num_blocks: int, batch_blocks: int, record_assignment: bool
