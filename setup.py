@@ -28,8 +28,11 @@ DIRECTIVES = {
     "nonecheck": debug,
     "initializedcheck": debug,
     "cdivision": True,
+    # A plain method descriptor is called 5 ns faster than a bound function object; the
+    # signature in its docstring keeps inspect.signature working.
+    "binding": False,
     "embedsignature": True,
-    "embedsignature.format": "python",
+    "embedsignature.format": "clinic",
     "unraisable_tracebacks": False,
     "linetrace": line_trace,
 }

@@ -7,33 +7,28 @@ Costs: an int32 array or a list of bytes is used as it is, anything else is copi
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM
-from cpython.long cimport PyLong_CheckExact
-from libc.string cimport memcpy, memset
+from cpython.object cimport PyObject
+from libc.string cimport memset
 
 import numpy as np
 
-from kvcache._types cimport GROUP_ID_BYTES, MAX_DIGEST_BYTES, MAX_KEY_BYTES, Key
+from kvcache._types cimport MAX_DIGEST_BYTES, MAX_KEY_BYTES
 
 cnp.import_array()
 
 cdef extern from "Python.h":
-    long long PyLong_AsLongLongAndOverflow(object, int*) except? -1
+    PyObject** PySequence_Fast_ITEMS(PyObject*)
 
 
-cdef Py_ssize_t as_int(
+cdef Py_ssize_t refuse_int(
     object value, str name, Py_ssize_t low, Py_ssize_t high
 ) except? -1:
-    """An int from low to high, bounds included; bool is not one."""
-    cdef int overflow = 0
-    cdef long long number
-    if not PyLong_CheckExact(value):
+    """What `as_int` does with anything but an int in range: convert it, or say why."""
+    if type(value) is not int:
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise TypeError(f"{name} must be an int, got {value!r}")
-        value = value.__index__()
-    number = PyLong_AsLongLongAndOverflow(value, &overflow)
-    if overflow or number < low or number > high:
-        raise ValueError(f"{name} must be from {low} to {high}, got {value}")
-    return <Py_ssize_t> number
+        return as_int(value.__index__(), name, low, high)
+    raise ValueError(f"{name} must be from {low} to {high}, got {value}")
 
 
 cdef unsigned int as_group_id(object value) except? 0:
@@ -109,7 +104,7 @@ cdef object as_hashes(object hashes, HashSource* source):
     """Describe block hashes in `source`; the caller keeps what is returned alive.
 
     They are an array (n, L) uint8 with 1 <= L <= 32, or a sequence of bytes, which is
-    checked where it is read (`load_keys`, `check_hashes`).
+    checked where it is read (`next_digests`, `check_hashes`).
     """
     cdef cnp.ndarray array
     memset(source, 0, sizeof(HashSource))
@@ -137,7 +132,7 @@ cdef object as_hashes(object hashes, HashSource* source):
 
 
 cdef int check_hashes(const HashSource* source, Py_ssize_t start) except -1:
-    """Prove that `load_keys` cannot fail from start on."""
+    """Prove that `next_digests` cannot fail from start on."""
     cdef Py_ssize_t i
     if source.items != NULL:
         for i in range(start, source.count):
@@ -145,45 +140,32 @@ cdef int check_hashes(const HashSource* source, Py_ssize_t start) except -1:
     return 0
 
 
-cdef inline void make_key(
-    Key* key, const unsigned char* digest, Py_ssize_t length, unsigned int group_id
-) noexcept nogil:
-    """The key of a digest in a group: the digest, then the group id, big-endian."""
-    cdef unsigned char* end = <unsigned char*> key.words + length
-    memset(key.words, 0, sizeof(key.words))
-    memcpy(key.words, digest, length)
-    end[0] = (group_id >> 24) & 255
-    end[1] = (group_id >> 16) & 255
-    end[2] = (group_id >> 8) & 255
-    end[3] = group_id & 255
-    key.length = <unsigned int> length + GROUP_ID_BYTES
-
-
-cdef int load_keys(
+cdef Py_ssize_t next_digests(
     const HashSource* source,
     Py_ssize_t start,
     Py_ssize_t count,
-    unsigned int group_id,
-    Key* keys,
+    const unsigned char** digests,
+    Py_ssize_t* length,
 ) except -1:
-    """The keys of `count` hashes from `start` on."""
-    cdef Py_ssize_t i, length
-    cdef object item
+    """Where the digests from `start` on lie: up to count of them, of equal length."""
+    cdef Py_ssize_t i
+    cdef PyObject** items
+    cdef const unsigned char* row
     if source.items == NULL:
+        row = source.rows + start * source.stride
         for i in range(count):
-            make_key(
-                &keys[i],
-                source.rows + (start + i) * source.stride,
-                source.length,
-                group_id,
-            )
-        return 0
+            digests[i] = row
+            row += source.stride
+        length[0] = source.length
+        return count
     if start + count > len(<list> source.items):
         raise ValueError("the list of block hashes shrank during the call")
+    items = PySequence_Fast_ITEMS(<PyObject*> source.items) + start
+    length[0] = check_digest(<object> items[0])
     for i in range(count):
-        item = <object> PyList_GET_ITEM(<object> source.items, start + i)
-        length = check_digest(item)
-        make_key(
-            &keys[i], <const unsigned char*> PyBytes_AS_STRING(item), length, group_id
-        )
-    return 0
+        if not PyBytes_Check(<object> items[i]):
+            check_digest(<object> items[i])
+        if PyBytes_GET_SIZE(<object> items[i]) != length[0]:
+            return i
+        digests[i] = <const unsigned char*> PyBytes_AS_STRING(<object> items[i])
+    return count

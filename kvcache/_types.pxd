@@ -39,7 +39,7 @@ cdef struct BlockMeta:
     uint8_t _reserved[2]
 # Invariant: in a pool, is_linked(row) == is_free(row).
 
-# A key as five words: zero beyond its length, so equal keys are equal words.
+# A digest and its group id as five words, zero beyond them: equal keys, equal words.
 cdef struct Key:
     uint64_t words[5]
     uint32_t length
@@ -64,6 +64,71 @@ cdef inline void clear_hash(BlockMeta* row) noexcept nogil:
     memset(row.block_hash, 0, MAX_KEY_BYTES)
     row.block_hash_len = 0
     row.block_hash_num_tokens = NO_NUM_TOKENS
+
+
+cdef inline uint64_t group_suffix(uint32_t group_id) noexcept nogil:
+    """The four bytes of a group id, big-endian, then zeros, as they lie in memory."""
+    cdef uint8_t[8] suffix
+    cdef uint64_t word
+    memset(suffix, 0, 8)
+    suffix[0] = group_id >> 24
+    suffix[1] = (group_id >> 16) & 255
+    suffix[2] = (group_id >> 8) & 255
+    suffix[3] = group_id & 255
+    memcpy(&word, suffix, 8)
+    return word
+
+
+cdef inline uint64_t load_word(const uint8_t* data) noexcept nogil:
+    cdef uint64_t word
+    memcpy(&word, data, 8)
+    return word
+
+
+cdef inline void make_key(
+    Key* key, const uint8_t* digest, Py_ssize_t length, uint64_t suffix
+) noexcept nogil:
+    """The key of a digest in a group; for the usual lengths it stays in registers."""
+    key.length = <uint32_t> length + GROUP_ID_BYTES
+    if length == 32:
+        key.words[0] = load_word(digest)
+        key.words[1] = load_word(digest + 8)
+        key.words[2] = load_word(digest + 16)
+        key.words[3] = load_word(digest + 24)
+        key.words[4] = suffix
+    elif length == 16:
+        key.words[0] = load_word(digest)
+        key.words[1] = load_word(digest + 8)
+        key.words[2] = suffix
+        key.words[3] = key.words[4] = 0
+    else:
+        memset(key.words, 0, sizeof(key.words))
+        memcpy(key.words, digest, length)
+        memcpy(<uint8_t*> key.words + length, &suffix, GROUP_ID_BYTES)
+
+
+cdef inline bint row_has_key(const BlockMeta* row, const Key* key) noexcept nogil:
+    cdef uint64_t last = 0
+    memcpy(&last, row.block_hash + 32, MAX_KEY_BYTES - 32)
+    return (
+        (load_word(row.block_hash) ^ key.words[0])
+        | (load_word(row.block_hash + 8) ^ key.words[1])
+        | (load_word(row.block_hash + 16) ^ key.words[2])
+        | (load_word(row.block_hash + 24) ^ key.words[3])
+        | (last ^ key.words[4])
+        | (row.block_hash_len ^ key.length)
+    ) == 0
+
+
+cdef inline bint same_key(const Key* a, const Key* b) noexcept nogil:
+    return (
+        (a.words[0] ^ b.words[0])
+        | (a.words[1] ^ b.words[1])
+        | (a.words[2] ^ b.words[2])
+        | (a.words[3] ^ b.words[3])
+        | (a.words[4] ^ b.words[4])
+        | (a.length ^ b.length)
+    ) == 0
 
 
 cdef inline void key_from_bytes(

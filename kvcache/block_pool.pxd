@@ -24,8 +24,7 @@ cdef class BlockPool:
 
     cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1
     cdef block_id_t* room_for(self, Py_ssize_t n) except NULL
-    cdef bint fill_ids(self, object blocks, Py_ssize_t n) except -1
-    cdef int require_own(self, object blocks, Py_ssize_t n) except -1
+    cdef block_id_t* ids_of(self, object blocks, Py_ssize_t n) except NULL
     cdef KVCacheBlock own(self, object block)
     cdef KVCacheBlock cacheable(self, object block)
     cdef int refuse(self, Py_ssize_t at, const block_id_t* ids, str why) except -1
@@ -34,8 +33,9 @@ cdef class BlockPool:
     cdef void after_get(self, list blocks) noexcept
     cdef void after_touch(self, list blocks) noexcept
     cdef Py_ssize_t count_free(self, object num_blocks) except -1
-    cdef int make_front_views(self, Py_ssize_t n) except -1
+    cdef bint make_front_views(self, Py_ssize_t n) except -1
     cdef int keys_in_front(self, Py_ssize_t n, list keys) except -1
+    cdef int require_free(self, list blocks) except -1
     cdef int free_by_pool(self, list blocks) except -1
     cdef Py_ssize_t match(
         self, const HashSource* source, Py_ssize_t limit, object group_id,

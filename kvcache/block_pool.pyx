@@ -14,8 +14,8 @@ from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport uint8_t
-from libc.string cimport memcmp, memcpy
+from libc.stdint cimport uint8_t, uint64_t
+from libc.string cimport memcpy
 
 import logging
 
@@ -27,9 +27,8 @@ from kvcache._args cimport (
     as_key,
     check_digest,
     check_hashes,
-    load_keys,
-    make_key,
     new_ids,
+    next_digests,
 )
 from kvcache._types cimport (
     ANCHOR,
@@ -40,23 +39,30 @@ from kvcache._types cimport (
     NULL_BLOCK,
     clear_hash,
     has_hash,
+    group_suffix,
     key_from_bytes,
-    key_of_row,
+    make_key,
+    row_has_key,
 )
 from kvcache.hash_index cimport (
+    MATCH_CHUNK,
     SIDE_ALIAS,
     index_add_row,
     index_add_side,
+    index_chain,
     index_clear,
     index_contains,
     index_drop_block,
     index_find,
-    index_find_many,
+    index_match,
     index_reserve,
     key_bytes,
 )
 from kvcache.invariants cimport check_pool
 from kvcache.pool_state cimport (
+    Freed,
+    drop_reference,
+    freed_init,
     is_block,
     pool_can_cache,
     pool_can_free,
@@ -65,6 +71,9 @@ from kvcache.pool_state cimport (
     pool_scratch,
     pool_touch,
     pool_unpin,
+    return_freed,
+    set_first,
+    take_first,
 )
 
 from kvcache import pool_events
@@ -80,10 +89,6 @@ cdef extern from "Python.h":
     void* Py_TYPE(PyObject*)
 
 logger = logging.getLogger(__name__)
-
-cdef enum:
-    CHUNK = 32  # hashes looked up at once
-
 
 cdef void run_hook(object owner, str name, object argument) noexcept:
     """Call a hook; what it raises goes to sys.unraisablehook."""
@@ -226,16 +231,13 @@ cdef class BlockPool:
     # -- arguments ---------------------------------------------------------------
 
     cdef block_id_t* room_for(self, Py_ssize_t n) except NULL:
-        """Scratch for n ids and, behind them, n more for `drop_references`."""
-        if pool_scratch(&self.state, 2 * n + 1) < 0:
+        """Scratch for n ids, and behind them for what `drop_references` notes."""
+        if pool_scratch(&self.state, 3 * n + 1) < 0:
             raise MemoryError(f"cannot allocate scratch for {n} block ids")
-        return self.state.scratch + n
+        return self.state.scratch + 2 * n
 
-    cdef bint fill_ids(self, object blocks, Py_ssize_t n) except -1:
-        """Ids of a list of blocks into scratch[n:]; False if one is not ours.
-
-        Null blocks, of whatever pool, become id 0.
-        """
+    cdef block_id_t* ids_of(self, object blocks, Py_ssize_t n) except NULL:
+        """Ids of a list of this pool's blocks, in scratch; null blocks become id 0."""
         cdef block_id_t* ids = self.room_for(n)
         cdef PyObject** items = PySequence_Fast_ITEMS(<PyObject*> blocks)
         cdef KVCacheBlock block
@@ -244,20 +246,13 @@ cdef class BlockPool:
             if Py_TYPE(items[i]) != <void*> KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, got {<object> items[i]!r}")
             block = <KVCacheBlock> items[i]
-            if block.store == <PyObject*> self.store and block.index != ANCHOR:
-                ids[i] = block.index
-            elif block.row.flags & FLAG_NULL:
+            if block.store != <PyObject*> self.store or block.index == ANCHOR:
+                if not block.row.flags & FLAG_NULL:
+                    raise ValueError(f"block {block.id} does not belong to this pool")
                 ids[i] = NULL_BLOCK
             else:
-                return False
-        return True
-
-    cdef int require_own(self, object blocks, Py_ssize_t n) except -1:
-        """Fill `ids` from blocks that are all this pool's."""
-        if not self.fill_ids(blocks, n):
-            for block in blocks:
-                self.own(block)
-        return 0
+                ids[i] = block.index
+        return ids
 
     cdef KVCacheBlock own(self, object block):
         """The block, which is this pool's or a null block."""
@@ -317,18 +312,21 @@ cdef class BlockPool:
             )
         return n
 
-    cdef int make_front_views(self, Py_ssize_t n) except -1:
-        """Make the views of the first n free blocks, in so far as they are missing.
+    cdef bint make_front_views(self, Py_ssize_t n) except -1:
+        """Make the views that the first n free blocks lack; whether there were any.
 
-        Making one may run foreign code, which may change the queue: the caller looks
-        again.
+        Making one may run foreign code, which may change the queue: the caller asks
+        again until there were none.
         """
         cdef block_id_t block = self.state.rows[ANCHOR].next_free_block
+        cdef bint made = False
         while n > 0 and block >= 0:
-            self.store.view(block)
+            if self.store.views == NULL or self.store.views[block] == NULL:
+                self.store.view(block)
+                made = True
             block = self.state.rows[block].next_free_block
             n -= 1
-        return 0
+        return made
 
     cdef int keys_in_front(self, Py_ssize_t n, list keys) except -1:
         """Append the keys that the first n free blocks would lose to an allocation."""
@@ -350,27 +348,25 @@ cdef class BlockPool:
             TypeError, ValueError: num_blocks is not an int from 0 on.
         """
         cdef list removed = [] if self.enable_kv_cache_events else None
-        cdef list blocks = PyList_New(self.count_free(num_blocks))
         cdef Py_ssize_t n = self.count_free(num_blocks)
-        cdef block_id_t block = ANCHOR
+        cdef list blocks = PyList_New(n)
+        cdef Py_ssize_t i, evicted
+        cdef block_id_t block
         cdef PyObject* view
-        cdef Py_ssize_t i = 0
-        self.room_for(n)
-        while i < n:
-            block = self.state.rows[block].next_free_block
-            view = NULL if self.store.views == NULL else self.store.views[block]
-            if view == NULL:
-                self.make_front_views(n)
-                self.count_free(num_blocks)
-                block, i = ANCHOR, 0
-                blocks = PyList_New(n)
-                continue
-            Py_INCREF(<object> view)
-            PyList_SET_ITEM(blocks, i, <object> view)
-            i += 1
+        # From the last of these on, nothing runs that could change the queue.
+        while self.store.num_views < self.state.num_blocks and self.make_front_views(n):
+            pass
+        if n > self.state.queue.num_free:
+            self.count_free(num_blocks)
         if removed is not None:
             self.keys_in_front(n, removed)
-        pool_get(&self.state, self.state.scratch, n)
+        block = self.state.rows[ANCHOR].next_free_block
+        for i in range(n):
+            view = self.store.views[block]
+            Py_INCREF(<object> view)
+            PyList_SET_ITEM(blocks, i, <object> view)
+            block = take_first(&self.state, block, &evicted)
+        set_first(&self.state, block, n)
         if removed is not None:
             self.emit_removed(removed)
         if self.metrics_collector is not None or self.watchers:
@@ -409,20 +405,47 @@ cdef class BlockPool:
         if type(ordered_blocks) is not list:
             ordered_blocks = list(ordered_blocks)
         cdef Py_ssize_t n = len(<list> ordered_blocks)
-        cdef Py_ssize_t bad
-        if not self.fill_ids(ordered_blocks, n):
+        cdef PyObject** items = PySequence_Fast_ITEMS(<PyObject*> ordered_blocks)
+        cdef KVCacheBlock block
+        cdef Freed freed
+        cdef Py_ssize_t i, k
+        if 2 * n > self.state.scratch_size:
+            self.room_for(n)
+        freed_init(&self.state, &freed, n)
+        for i in range(n):
+            block = <KVCacheBlock> items[i]
+            if (
+                Py_TYPE(items[i]) == <void*> KVCacheBlock
+                and block.store == <PyObject*> self.store
+                and block.index != ANCHOR
+            ):
+                if block.index == NULL_BLOCK:
+                    continue
+                if drop_reference(&self.state, block.row, block.index, &freed):
+                    continue
+            # Not ours, or not in use: undo, and let the slow way tell.
+            for k in range(i):
+                block = <KVCacheBlock> items[k]
+                if block.index != NULL_BLOCK:
+                    block.row.ref_cnt += 1
             self.free_by_pool(ordered_blocks)
             return
-        bad = pool_free(&self.state, self.state.scratch + n, n)
+        return_freed(&self.state, &freed)
+
+    cdef int require_free(self, list blocks) except -1:
+        """Prove that `free_blocks` of this pool's blocks would succeed."""
+        cdef Py_ssize_t n = len(blocks)
+        cdef block_id_t* ids = self.ids_of(blocks, n)
+        cdef Py_ssize_t bad = pool_can_free(&self.state, ids, n)
         if bad >= 0:
-            self.refuse(bad, self.state.scratch + n, "is freed more often than it is used")
+            self.refuse(bad, ids, "is freed more often than it is used")
+        return 0
 
     cdef int free_by_pool(self, list blocks) except -1:
         """Free blocks of several pools: check all, then each pool frees its own."""
         cdef dict by_pool = {id(self): (self, [])}
         cdef list hand_made = []
         cdef KVCacheBlock block
-        cdef Py_ssize_t bad, n
         for item in blocks:
             if type(item) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, got {item!r}")
@@ -438,17 +461,7 @@ cdef class BlockPool:
             by_pool.setdefault(id(pool), (pool, []))[1].append(block)
         for pool, theirs in by_pool.values():
             if isinstance(pool, BlockPool):
-                n = len(theirs)
-                (<BlockPool> pool).fill_ids(theirs, n)
-                bad = pool_can_free(
-                    &(<BlockPool> pool).state, (<BlockPool> pool).state.scratch + n, n
-                )
-                if bad >= 0:
-                    (<BlockPool> pool).refuse(
-                        bad,
-                        (<BlockPool> pool).state.scratch + n,
-                        "is freed more often than it is used",
-                    )
+                (<BlockPool> pool).require_free(theirs)
         for pool, theirs in by_pool.values():
             pool.free_blocks(theirs)
         for block in hand_made:
@@ -478,10 +491,10 @@ cdef class BlockPool:
         if type(blocks) is not list:
             blocks = list(blocks)
         cdef Py_ssize_t n = len(<list> blocks)
-        self.require_own(blocks, n)
-        cdef Py_ssize_t bad = pool_touch(&self.state, self.state.scratch + n, n)
+        cdef block_id_t* ids = self.ids_of(blocks, n)
+        cdef Py_ssize_t bad = pool_touch(&self.state, ids, n)
         if bad >= 0:
-            self.refuse(bad, self.state.scratch + n, "has too many users")
+            self.refuse(bad, ids, "has too many users")
         if self.metrics_collector is not None:
             self.after_touch(list(blocks))
 
@@ -517,10 +530,10 @@ cdef class BlockPool:
             raise TypeError(f"on_reuse must be callable, got {on_reuse!r}")
         cdef list held = list(blocks)
         cdef Py_ssize_t n = len(held)
-        self.require_own(held, n)
-        cdef Py_ssize_t bad = pool_unpin(&self.state, self.state.scratch + n, n)
+        cdef block_id_t* ids = self.ids_of(held, n)
+        cdef Py_ssize_t bad = pool_unpin(&self.state, ids, n)
         if bad >= 0:
-            self.refuse(bad, self.state.scratch + n, "cannot be unpinned")
+            self.refuse(bad, ids, "cannot be unpinned")
         for block in held:
             self.watchers[(<KVCacheBlock> block).index] = on_reuse
 
@@ -549,7 +562,7 @@ cdef class BlockPool:
         for group_id in kv_cache_group_ids:
             make_key(
                 &key, <const uint8_t*> <char*> <bytes> block_hash, length,
-                as_group_id(group_id),
+                group_suffix(as_group_id(group_id)),
             )
             entry = index_find(self.state.index, &key)
             if entry == 0:
@@ -562,13 +575,16 @@ cdef class BlockPool:
         block_id_t* ids,
     ) except -1:
         """Ids of the leading hashes that are cached, at most `limit` of them."""
-        cdef Key[CHUNK] keys
-        cdef Py_ssize_t done = 0, count, hits
-        cdef unsigned int group = as_group_id(group_id)
+        cdef const uint8_t* digests[MATCH_CHUNK]
+        cdef Py_ssize_t done = 0, count, hits, length
+        cdef uint64_t suffix = group_suffix(as_group_id(group_id))
         while done < limit:
-            count = min(limit - done, <Py_ssize_t> CHUNK)
-            load_keys(source, done, count, group, keys)
-            hits = index_find_many(self.state.index, keys, count, ids + done)
+            count = min(limit - done, <Py_ssize_t> MATCH_CHUNK)
+            count = next_digests(source, done, count, digests, &length)
+            hits = index_match(
+                self.state.index, ids[done - 1] if done else NULL_BLOCK, digests,
+                length, suffix, count, ids + done,
+            )
             done += hits
             if hits < count:
                 break
@@ -602,6 +618,7 @@ cdef class BlockPool:
         cdef Py_ssize_t i, limit
         cdef block_id_t* data
         cdef list blocks
+        cdef PyObject* view
         held = as_hashes(hashes, &source)
         limit = source.count
         groups = []
@@ -616,9 +633,11 @@ cdef class BlockPool:
             data = <block_id_t*> cnp.PyArray_DATA(ids)
             blocks = PyList_New(limit)
             for i in range(limit):
-                view = self.store.view(data[i])
-                Py_INCREF(view)
-                PyList_SET_ITEM(blocks, i, view)
+                if self.store.views == NULL or self.store.views[data[i]] == NULL:
+                    self.store.view(data[i])
+                view = self.store.views[data[i]]
+                Py_INCREF(<object> view)
+                PyList_SET_ITEM(blocks, i, <object> view)
             found.append(blocks)
         return found
 
@@ -632,11 +651,8 @@ cdef class BlockPool:
         `index_reserve` has made room, so this cannot fail for a pool's block.
         """
         cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
-        cdef Key own
-        if has_hash(block.row):
-            key_of_row(&own, block.row)
-            if own.length == key.length and not memcmp(own.words, key.words, 40):
-                return 0
+        if has_hash(block.row) and row_has_key(block.row, key):
+            return 0
         if block.store == <PyObject*> self.store:
             if index_contains(&index.index, key, block.index):
                 return 0
@@ -745,6 +761,11 @@ cdef class BlockPool:
                 group_id=group,
             )
         cdef list removed = []
+        cdef block_id_t before = NULL_BLOCK
+        if start and type(blocks[start - 1]) is KVCacheBlock:
+            block = blocks[start - 1]
+            if block.store == <PyObject*> self.store:
+                before = block.index
         for i in range(stop - start):
             if mask is not None and not mask[i]:
                 continue
@@ -775,9 +796,12 @@ cdef class BlockPool:
                 self.drop_hashes(block, removed)
             make_key(
                 &key, <const uint8_t*> <char*> <bytes> hashes[i], len(<bytes> hashes[i]),
-                group,
+                group_suffix(group),
             )
             self.write_hash(block, &key, <block_id_t> ((start + i + 1) * size))
+            if block.store == <PyObject*> self.store:
+                index_chain(self.state.index, before, block.index)
+                before = block.index
         self.emit_removed(removed)
         if stored is not None:
             self.emit(stored)
@@ -830,7 +854,10 @@ cdef class BlockPool:
             )
         cdef bytes digest = source[tokens // unit - 1]
         cdef Key key
-        make_key(&key, <const uint8_t*> <char*> digest, check_digest(digest), group)
+        make_key(
+            &key, <const uint8_t*> <char*> digest, check_digest(digest),
+            group_suffix(group),
+        )
         stored = None
         if self.enable_kv_cache_events:
             stored = pool_events.stored_event(
@@ -883,7 +910,9 @@ cdef class BlockPool:
         cdef unsigned int group = as_group_id(kv_cache_group_id)
         cdef HashSource source
         cdef Key key
-        cdef Py_ssize_t i, bad
+        cdef const uint8_t* digest
+        cdef Py_ssize_t i, bad, length
+        cdef block_id_t before = NULL_BLOCK
         held = as_hashes(hashes, &source)
         if source.count != n:
             raise ValueError(f"{source.count} block hashes for {n} block ids")
@@ -905,9 +934,12 @@ cdef class BlockPool:
         if index_reserve(self.state.index, n, 0) < 0:
             raise MemoryError(f"cannot cache {n} more blocks")
         for i in range(n):
-            load_keys(&source, i, 1, group, &key)
+            next_digests(&source, i, 1, &digest, &length)
+            make_key(&key, digest, length, group_suffix(group))
             if data[i] != NULL_BLOCK:
                 index_add_row(self.state.index, data[i], &key, NO_NUM_TOKENS)
+                index_chain(self.state.index, before, data[i])
+                before = data[i]
         if stored is not None:
             self.emit(stored)
 

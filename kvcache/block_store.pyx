@@ -192,6 +192,7 @@ cdef class BlockStore:
         block.index = block.id = index
         Py_INCREF(block)
         self.views[index] = <PyObject*> block
+        self.num_views += 1
         return block
 
     cdef int reserve(self, Py_ssize_t extra) except -1:

@@ -1,4 +1,4 @@
-"""The errors that kvcache raises of its own; everything else is ValueError or TypeError.
+"""The errors of kvcache's own; all others are plain ValueError or TypeError.
 
 A failed call changes nothing: whoever catches one of these may go on.
 """

@@ -4,10 +4,20 @@
 # other copies hang on it in a doubly linked list. A block's own hash needs no entry of
 # its own: its row is the entry. Whatever else names a block is a side entry.
 # Entry codes: id + 1 is the row of block id, -(k + 1) is side entry k, 0 is none.
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from kvcache._types cimport BlockMeta, Key, block_id_t
+from kvcache._types cimport (
+    BlockMeta,
+    Key,
+    block_id_t,
+    key_of_row,
+    row_has_key,
+    same_key,
+)
 from kvcache.block_store cimport BlockStore
+
+cdef enum:
+    MATCH_CHUNK = 32
 
 cdef enum SideKind:
     SIDE_VACANT = 0
@@ -38,10 +48,48 @@ cdef struct HashIndex:
     int32_t num_side
     int32_t vacant          # first vacant side entry, k + 1
     int32_t* first_side     # per row, k + 1; NULL until the first side entry
+    block_id_t* successor   # per row, a hint: the block cached right behind it, or 0
     uint64_t seed[5]
 
 # Copies of one key, oldest first: the oldest's prev_copy is the youngest,
 # the youngest's next_copy is 0.
+
+
+cdef inline void entry_key(
+    const HashIndex* index, int32_t entry, Key* key
+) noexcept nogil:
+    if entry > 0:
+        key_of_row(key, &index.rows[entry - 1])
+    else:
+        key[0] = index.side[-entry - 1].key
+
+
+cdef inline bint entry_has_key(
+    const HashIndex* index, int32_t entry, const Key* key
+) noexcept nogil:
+    if entry > 0:
+        return row_has_key(&index.rows[entry - 1], key)
+    return same_key(&index.side[-entry - 1].key, key)
+
+
+cdef inline block_id_t entry_block(
+    const HashIndex* index, int32_t entry
+) noexcept nogil:
+    """The row an entry names, or FOREIGN."""
+    return entry - 1 if entry > 0 else index.side[-entry - 1].block
+
+
+cdef inline int32_t* entry_next(HashIndex* index, int32_t entry) noexcept nogil:
+    if entry > 0:
+        return &index.rows[entry - 1].next_copy
+    return &index.side[-entry - 1].next_copy
+
+
+cdef inline int32_t* entry_prev(HashIndex* index, int32_t entry) noexcept nogil:
+    if entry > 0:
+        return &index.rows[entry - 1].prev_copy
+    return &index.side[-entry - 1].prev_copy
+
 
 cdef int index_init(
     HashIndex* index, BlockMeta* rows, block_id_t num_rows, Py_ssize_t num_keys
@@ -54,18 +102,27 @@ cdef int index_reserve(
 cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil
 cdef int64_t index_slot(const HashIndex* index, const Key* key) noexcept nogil
 cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil
-cdef Py_ssize_t index_find_many(
-    const HashIndex* index, const Key* keys, Py_ssize_t count, block_id_t* blocks
+# Blocks of the leading digests that are present, at most MATCH_CHUNK at once so that
+# their cache misses overlap; how many. `before` is the block that matched just before
+# them, or 0. A key whose oldest copy is a hand-made block counts as a miss: it has no
+# row. All digests have the same length.
+cdef Py_ssize_t index_match(
+    const HashIndex* index,
+    block_id_t before,
+    const uint8_t** digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+    block_id_t* blocks,
 ) noexcept nogil
-cdef block_id_t entry_block(const HashIndex* index, int32_t entry) noexcept nogil
-cdef int32_t* entry_next(HashIndex* index, int32_t entry) noexcept nogil
-cdef int32_t* entry_prev(HashIndex* index, int32_t entry) noexcept nogil
-cdef void entry_key(const HashIndex* index, int32_t entry, Key* key) noexcept nogil
 cdef bint index_contains(
     const HashIndex* index, const Key* key, block_id_t block
 ) noexcept nogil
 cdef void index_add_row(
     HashIndex* index, block_id_t block, const Key* key, int32_t num_tokens
+) noexcept nogil
+cdef void index_chain(
+    HashIndex* index, block_id_t before, block_id_t block
 ) noexcept nogil
 cdef int32_t index_add_side(
     HashIndex* index, const Key* key, block_id_t block, int32_t kind

@@ -5,24 +5,28 @@ tombstones); a block's own hash lives in its row, everything else in side entrie
 Invariant: every entry is reachable from the slot its key's tag points at, and the
 copies of one key stand oldest first.
 Costs: find, add and remove are O(1) however many copies a key has; a pool's table takes
-12 bytes a block and never grows for the blocks' own hashes.
+11.2 bytes a block and never grows for the blocks' own hashes, chain hints take 4.
 Threads: none of this is locked; the GIL or the caller's lock guards it.
 """
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport int64_t, uint8_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from kvcache._args cimport as_int, as_key
-from kvcache._memory cimport zeroed
+from kvcache._memory cimport allocate, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
     FOREIGN,
+    GROUP_ID_BYTES,
     MAX_BLOCKS,
     MAX_KEY_BYTES,
     key_from_bytes,
     key_of_row,
+    load_word,
+    make_key,
+    row_has_key,
 )
 from kvcache.block_store cimport KVCacheBlock
 
@@ -47,6 +51,9 @@ cdef extern from *:
     uint64_t kvc_fold(uint64_t a, uint64_t b) nogil
     void kvc_prefetch(const void* address) nogil
 
+cdef enum:
+    CHAIN_CHUNK = 16  # hints followed before what they name is looked at
+
 # Keys may be chosen by whoever sends prompts, so places in the table must not be
 # guessable. Python's own hash secret is used: PYTHONHASHSEED=0 repeats a run exactly.
 cdef uint64_t[5] process_seed
@@ -69,6 +76,7 @@ cdef void index_free(HashIndex* index) noexcept nogil:
     PyMem_RawFree(index.slots)
     PyMem_RawFree(index.side)
     PyMem_RawFree(index.first_side)
+    PyMem_RawFree(index.successor)
     memset(index, 0, sizeof(HashIndex))
 
 
@@ -104,8 +112,8 @@ cdef int index_reserve(
     cdef SideEntry* side
     cdef int32_t start = index.side_capacity
     if keys > index.max_keys or index.slots == NULL:
-        # Full to 2/3 at most: the spare third keeps a miss within a cache line or two.
-        capacity = keys + keys // 2 + 16
+        # Full to 5/7 at most: what is spare keeps a miss within a cache line or two.
+        capacity = keys + keys * 2 // 5 + 16
         if index.slots != NULL:
             capacity *= 2
         if capacity > 0xFFFFFFFFU or table_resize(index, capacity) < 0:
@@ -141,7 +149,7 @@ cdef int table_resize(HashIndex* index, size_t capacity) noexcept nogil:
         return -1
     index.slots = slots
     index.num_slots = <uint32_t> capacity
-    index.max_keys = <uint32_t> (capacity - capacity // 3)
+    index.max_keys = <uint32_t> (capacity * 5 // 7)
     for i in range(old_size):
         if old[i].head:
             at = home_of(index, old[i].tag)
@@ -163,64 +171,17 @@ cdef inline uint32_t after(const HashIndex* index, uint32_t at) noexcept nogil:
 
 
 cdef inline uint32_t tag_of(const HashIndex* index, const Key* key) noexcept nogil:
-    cdef uint64_t mixed = kvc_fold(
-        key.words[0] ^ index.seed[0], key.words[1] ^ index.seed[1]
-    ) ^ kvc_fold(key.words[2] ^ index.seed[2], key.words[3] ^ index.seed[3])
-    mixed = kvc_fold(
-        mixed ^ index.seed[4], key.words[4] ^ key.length ^ 0x9E3779B97F4A7C15U
+    # Digests are random already; the secret keeps their places from being guessed.
+    cdef uint64_t mixed = (
+        kvc_fold(key.words[0] ^ index.seed[0], key.words[1] ^ index.seed[1])
+        ^ kvc_fold(key.words[2] ^ index.seed[2], key.words[3] ^ index.seed[3])
+        ^ (key.words[4] ^ index.seed[4]) * 0x9E3779B97F4A7C15U
     )
     return <uint32_t> (mixed ^ (mixed >> 32))
 
 
 cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil:
     return tag_of(index, key)
-
-
-cdef inline bint same_key(const Key* a, const Key* b) noexcept nogil:
-    return (
-        (a.words[0] ^ b.words[0])
-        | (a.words[1] ^ b.words[1])
-        | (a.words[2] ^ b.words[2])
-        | (a.words[3] ^ b.words[3])
-        | (a.words[4] ^ b.words[4])
-        | (a.length ^ b.length)
-    ) == 0
-
-
-cdef inline void entry_key(
-    const HashIndex* index, int32_t entry, Key* key
-) noexcept nogil:
-    if entry > 0:
-        key_of_row(key, &index.rows[entry - 1])
-    else:
-        key[0] = index.side[-entry - 1].key
-
-
-cdef inline bint entry_has_key(
-    const HashIndex* index, int32_t entry, const Key* key
-) noexcept nogil:
-    cdef Key own
-    entry_key(index, entry, &own)
-    return same_key(&own, key)
-
-
-cdef inline block_id_t entry_block(
-    const HashIndex* index, int32_t entry
-) noexcept nogil:
-    """The row an entry names, or FOREIGN."""
-    return entry - 1 if entry > 0 else index.side[-entry - 1].block
-
-
-cdef inline int32_t* entry_next(HashIndex* index, int32_t entry) noexcept nogil:
-    if entry > 0:
-        return &index.rows[entry - 1].next_copy
-    return &index.side[-entry - 1].next_copy
-
-
-cdef inline int32_t* entry_prev(HashIndex* index, int32_t entry) noexcept nogil:
-    if entry > 0:
-        return &index.rows[entry - 1].prev_copy
-    return &index.side[-entry - 1].prev_copy
 
 
 cdef inline int64_t slot_of(
@@ -246,33 +207,153 @@ cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil:
     return index.slots[at].head if at >= 0 else 0
 
 
-cdef Py_ssize_t index_find_many(
-    const HashIndex* index, const Key* keys, Py_ssize_t count, block_id_t* blocks
+cdef inline bint row_has_digest(
+    const BlockMeta* row, const uint8_t* digest, Py_ssize_t length, uint64_t suffix
 ) noexcept nogil:
-    """Blocks of the leading keys that are present; stops at the first miss.
+    """`row_has_key` without making the key, for a length that is a constant."""
+    cdef uint32_t last, wanted
+    cdef uint64_t differ = 0
+    cdef Py_ssize_t i
+    if length % 8 == 0:
+        for i in range(length // 8):
+            differ |= load_word(row.block_hash + 8 * i) ^ load_word(digest + 8 * i)
+    else:
+        differ = memcmp(row.block_hash, digest, length)
+    memcpy(&last, row.block_hash + length, GROUP_ID_BYTES)
+    memcpy(&wanted, &suffix, GROUP_ID_BYTES)
+    differ |= last ^ wanted
+    return (differ | (row.block_hash_len ^ (length + GROUP_ID_BYTES))) == 0
 
-    A key whose oldest copy is a hand-made block counts as a miss: it has no row. At
-    most 32 keys at once: their cache misses overlap.
+
+cdef inline Py_ssize_t match_chained(
+    const HashIndex* index,
+    block_id_t before,
+    const uint8_t** digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+    block_id_t* blocks,
+) noexcept nogil:
+    """Follow the hints from a block on: no hash to compute, no slot to load.
+
+    A guess counts only if the row holds the key and is its only copy, so a stale hint
+    costs a comparison and nothing else.
     """
-    cdef uint32_t[32] tags
+    cdef Py_ssize_t done = 0, ahead, i
+    cdef const BlockMeta* row
+    while done < count:
+        ahead = min(count - done, <Py_ssize_t> CHAIN_CHUNK)
+        for i in range(done, done + ahead):
+            before = index.successor[before]
+            blocks[i] = before
+            kvc_prefetch(&index.rows[before])
+        for i in range(done, done + ahead):
+            row = &index.rows[blocks[i]]
+            if not (
+                row.flags & FLAG_INDEXED
+                and row.prev_copy == blocks[i] + 1
+                and row_has_digest(row, digests[i], length, suffix)
+            ):
+                return i
+        done += ahead
+    return done
+
+
+cdef inline Py_ssize_t match_hashed(
+    const HashIndex* shared,
+    const uint8_t** digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+    block_id_t* blocks,
+) noexcept nogil:
+    """Look the digests up in the table."""
+    cdef HashIndex index = shared[0]  # a copy that no store below can alias
+    cdef uint32_t[MATCH_CHUNK] tags
+    cdef uint32_t[MATCH_CHUNK] homes
     cdef Py_ssize_t i
     cdef int64_t at
     cdef int32_t head
+    cdef Key key
     for i in range(count):
-        tags[i] = tag_of(index, &keys[i])
-        kvc_prefetch(&index.slots[home_of(index, tags[i])])
+        make_key(&key, digests[i], length, suffix)
+        tags[i] = tag_of(&index, &key)
+        homes[i] = home_of(&index, tags[i])
+        kvc_prefetch(&index.slots[homes[i]])
     for i in range(count):
-        head = index.slots[home_of(index, tags[i])].head
+        head = index.slots[homes[i]].head
         if head > 0:
             kvc_prefetch(&index.rows[head - 1])
     for i in range(count):
-        at = slot_of(index, &keys[i], tags[i])
-        if at < 0:
-            return i
-        blocks[i] = entry_block(index, index.slots[at].head)
-        if blocks[i] == FOREIGN:
-            return i
+        head = index.slots[homes[i]].head
+        # Nearly always the first slot is the right one.
+        if not (
+            index.slots[homes[i]].tag == tags[i]
+            and head > 0
+            and row_has_digest(&index.rows[head - 1], digests[i], length, suffix)
+        ):
+            make_key(&key, digests[i], length, suffix)
+            at = slot_of(&index, &key, tags[i])
+            if at < 0:
+                return i
+            head = index.slots[at].head
+            if entry_block(&index, head) == FOREIGN:
+                return i
+            head = entry_block(&index, head) + 1
+        blocks[i] = head - 1
     return count
+
+
+cdef inline Py_ssize_t match_run(
+    const HashIndex* index,
+    block_id_t before,
+    const uint8_t** digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+    block_id_t* blocks,
+) noexcept nogil:
+    """`index_match`, compiled once for each length that is a constant."""
+    cdef Py_ssize_t done = 0, hits
+    if index.successor == NULL:
+        return match_hashed(index, digests, length, suffix, count, blocks)
+    if before == 0 and count:
+        done = match_hashed(index, digests, length, suffix, 1, blocks)
+        if done == 0:
+            return 0
+        before = blocks[0]
+    done += match_chained(
+        index, before, digests + done, length, suffix, count - done, blocks + done
+    )
+    if done == count:
+        return done
+    return done + match_hashed(
+        index, digests + done, length, suffix, count - done, blocks + done
+    )
+
+
+cdef Py_ssize_t index_match(
+    const HashIndex* index,
+    block_id_t before,
+    const uint8_t** digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+    block_id_t* blocks,
+) noexcept nogil:
+    if length == 32:
+        return match_run(index, before, digests, 32, suffix, count, blocks)
+    if length == 16:
+        return match_run(index, before, digests, 16, suffix, count, blocks)
+    return match_run(index, before, digests, length, suffix, count, blocks)
+
+
+cdef void index_chain(
+    HashIndex* index, block_id_t before, block_id_t block
+) noexcept nogil:
+    """Note that a block was cached right behind another, for the next match."""
+    if index.successor != NULL and before > 0 and block > 0:
+        index.successor[before] = block
 
 
 cdef bint index_contains(
@@ -444,6 +525,10 @@ cdef class BlockHashToBlockMap:
         index_free(&made.index)
         if index_init(&made.index, store.rows, store.num_blocks, num_keys) < 0:
             raise MemoryError(f"cannot allocate a table of {num_keys} keys")
+        if enable_caching:
+            made.index.successor = <block_id_t*> allocate(
+                num_keys, sizeof(block_id_t), "chain hints"
+            )
         made.store = store
         return made
 
@@ -454,6 +539,8 @@ cdef class BlockHashToBlockMap:
         size += <size_t> self.index.side_capacity * sizeof(SideEntry)
         if self.index.first_side != NULL:
             size += <size_t> self.index.num_rows * sizeof(int32_t)
+        if self.index.successor != NULL:
+            size += <size_t> self.index.num_rows * sizeof(block_id_t)
         return size
 
     cdef object block_of(self, int32_t entry):

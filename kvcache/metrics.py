@@ -1,8 +1,8 @@
 """Residency metrics of sampled blocks: how long they live, idle, and between uses.
 
 Stores one small record per sampled block that is resident, and the samples of those
-that were evicted since the last drain. Records are vLLM's (v1/core/kv_cache_metrics.py,
-0.33): pass a collector to `BlockPool(metrics_collector=...)`, whose hooks it implements.
+that were evicted since the last drain. Records and hooks are those of vLLM 0.33
+(v1/core/kv_cache_metrics.py); pass a collector to `BlockPool(metrics_collector=...)`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 
@@ -18,7 +19,8 @@ class HasBlockId(Protocol):
     """What a hook needs to know of a block."""
 
     @property
-    def block_id(self) -> int: ...
+    def block_id(self) -> int:
+        """Id of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class BlockMetricsState:
     def get_reuse_gaps_seconds(self) -> list[float]:
         """Seconds between the recorded uses, oldest first."""
         uses = list(self.access_history)
-        return [(b - a) / 1e9 for a, b in zip(uses, uses[1:], strict=False)]
+        return [(b - a) / 1e9 for a, b in pairwise(uses)]
 
 
 class KVCacheMetricsCollector:

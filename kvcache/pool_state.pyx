@@ -6,132 +6,126 @@ Invariant: each function checks its whole batch before the first write.
 Costs: O(1) a block. Threads: one at a time on one pool; the caller sees to it.
 """
 from cpython.mem cimport PyMem_RawFree
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport uint8_t
 
 from kvcache._memory cimport zeroed
 from kvcache._types cimport (
     ANCHOR,
     MAX_REF_CNT,
-    NOT_LINKED,
     NULL_BLOCK,
     has_hash,
+    is_free,
+    is_linked,
 )
-from kvcache.free_queue cimport queue_insert_after, queue_push_back, queue_unlink
-from kvcache.hash_index cimport index_drop_block
-
-cdef extern from *:
-    """
-    #if defined(_MSC_VER)
-    #include <intrin.h>
-    #define kvc_prefetch_row(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
-    #else
-    #define kvc_prefetch_row(p) __builtin_prefetch((p), 1)
-    #endif
-    """
-    void kvc_prefetch_row(const void* address) nogil
+from kvcache.free_queue cimport queue_push_back, queue_unlink
 
 cdef enum:
     FLAG_IN_BATCH = 128     # on a row for the length of one check: the id was met
 
 
 cdef Py_ssize_t pool_get(PoolState* pool, block_id_t* ids, Py_ssize_t n) noexcept nogil:
-    cdef FreeQueue* queue = pool.queue
-    cdef BlockMeta* rows = pool.rows
-    cdef int32_t* first_side = pool.index.first_side
-    cdef block_id_t block = rows[ANCHOR].next_free_block
-    cdef BlockMeta* row
+    cdef block_id_t block = pool.rows[ANCHOR].next_free_block
     cdef Py_ssize_t i, evicted = 0
-    if not 0 <= n <= queue.num_free:
+    if not 0 <= n <= pool.queue.num_free:
         return -1
     for i in range(n):
-        row = &rows[block]
         ids[i] = block
-        block = row.next_free_block
-        kvc_prefetch_row(&rows[block])
-        row.prev_free_block = row.next_free_block = NOT_LINKED
-        row.ref_cnt = 1
-        if pool.enable_caching and (
-            has_hash(row) or (first_side != NULL and first_side[ids[i]])
-        ):
-            evicted += index_drop_block(pool.index, ids[i]) != 0
-    rows[ANCHOR].next_free_block = block
-    rows[block].prev_free_block = ANCHOR
-    queue.num_free -= <block_id_t> n
+        block = take_first(pool, block, &evicted)
+    set_first(pool, block, n)
     return evicted
 
 
 cdef Py_ssize_t drop_references(
-    PoolState* pool, const block_id_t* ids, Py_ssize_t n, Py_ssize_t* num_zero
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n, Freed* freed
 ) noexcept nogil:
-    """One reference less for each id; those that reach zero go to `scratch`.
+    """One reference less for each id; `freed` says which have no users left.
 
     Undone, and the place of the culprit returned, where an id has none to give.
     """
-    cdef Py_ssize_t i, k, zero = 0
-    cdef BlockMeta* row
+    cdef Py_ssize_t i
+    freed_init(pool, freed, n)
     for i in range(n):
         if ids[i] == NULL_BLOCK:
             continue
-        if not is_block(pool, ids[i]) or pool.rows[ids[i]].ref_cnt <= 0:
-            for k in range(i):
-                if ids[k] != NULL_BLOCK:
-                    pool.rows[ids[k]].ref_cnt += 1
+        if not is_block(pool, ids[i]) or not drop_reference(
+            pool, &pool.rows[ids[i]], ids[i], freed
+        ):
+            add_references(pool, ids, i)
             return i
-        row = &pool.rows[ids[i]]
-        row.ref_cnt -= 1
-        if row.ref_cnt == 0:
-            pool.scratch[zero] = ids[i]
-            zero += 1
-    num_zero[0] = zero
     return -1
+
+
+cdef void add_references(
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        if ids[i] != NULL_BLOCK:
+            pool.rows[ids[i]].ref_cnt += 1
 
 
 cdef Py_ssize_t pool_can_free(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
-    cdef Py_ssize_t i, num_zero
-    cdef Py_ssize_t bad = drop_references(pool, ids, n, &num_zero)
+    cdef Freed freed
+    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed)
     if bad < 0:
-        for i in range(n):
-            if ids[i] != NULL_BLOCK:
-                pool.rows[ids[i]].ref_cnt += 1
+        add_references(pool, ids, n)
     return bad
 
 
 cdef Py_ssize_t pool_free(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
-    cdef Py_ssize_t i, num_zero
-    cdef Py_ssize_t bad = drop_references(pool, ids, n, &num_zero)
-    cdef block_id_t front = ANCHOR
+    cdef Freed freed
+    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed)
+    if bad < 0:
+        return_freed(pool, &freed)
+    return bad
+
+
+cdef void return_freed(PoolState* pool, const Freed* freed) noexcept nogil:
+    """Link freed blocks: uncached ones in front, cached ones behind, in their order."""
+    cdef BlockMeta* rows = pool.rows
+    cdef block_id_t first = rows[ANCHOR].next_free_block
+    cdef block_id_t at = ANCHOR
     cdef block_id_t block
-    if bad >= 0:
-        return bad
-    for i in range(num_zero):
-        block = pool.scratch[i]
-        if pool.enable_caching and has_hash(&pool.rows[block]):
-            # Least recently used first out.
-            queue_push_back(pool.queue, block)
-        else:
-            # Nothing to reuse but the memory, which is warm: next out, in this order.
-            queue_insert_after(pool.queue, front, block)
-            front = block
-    return -1
+    cdef Py_ssize_t i
+    # Nothing to reuse but the memory, which is warm: next out.
+    for i in range(freed.num_front):
+        block = freed.front[i]
+        rows[at].next_free_block = block
+        rows[block].prev_free_block = at
+        at = block
+    rows[at].next_free_block = first
+    rows[first].prev_free_block = at
+    # Least recently used first out.
+    at = rows[ANCHOR].prev_free_block
+    for i in range(freed.num_back):
+        block = freed.back[i]
+        rows[at].next_free_block = block
+        rows[block].prev_free_block = at
+        at = block
+    rows[at].next_free_block = ANCHOR
+    rows[ANCHOR].prev_free_block = at
+    pool.queue.num_free += <block_id_t> (freed.num_front + freed.num_back)
 
 
 cdef Py_ssize_t pool_unpin(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
-    cdef Py_ssize_t i, num_zero
-    cdef Py_ssize_t bad
+    cdef Freed freed
+    cdef Py_ssize_t i, bad
     for i in range(n):
         if ids[i] == NULL_BLOCK:
             return i
-    bad = drop_references(pool, ids, n, &num_zero)
+    bad = drop_references(pool, ids, n, &freed)
     if bad >= 0:
         return bad
-    for i in range(num_zero):
-        queue_push_back(pool.queue, pool.scratch[i])
+    # All to the back, in the order in which they were listed.
+    for i in range(n):
+        if is_free(&pool.rows[ids[i]]) and not is_linked(&pool.rows[ids[i]]):
+            queue_push_back(pool.queue, ids[i])
     return -1
 
 
@@ -139,17 +133,11 @@ cdef Py_ssize_t pool_touch(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
     cdef Py_ssize_t i
-    cdef BlockMeta* row
     for i in range(n):
         if not is_block(pool, ids[i]) or pool.rows[ids[i]].ref_cnt > MAX_REF_CNT - n:
             return i
     for i in range(n):
-        if ids[i] == NULL_BLOCK:
-            continue
-        row = &pool.rows[ids[i]]
-        if row.ref_cnt == 0:
-            queue_unlink(pool.queue, ids[i])
-        row.ref_cnt += 1
+        touch_row(pool, &pool.rows[ids[i]], ids[i])
     return -1
 
 

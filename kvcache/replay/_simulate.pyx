@@ -12,11 +12,15 @@ from libc.stdint cimport int64_t, uint8_t
 import hashlib
 import time
 
-from kvcache._args cimport make_key
 from kvcache._memory cimport allocate
-from kvcache._types cimport NO_NUM_TOKENS, Key, block_id_t
+from kvcache._types cimport NO_NUM_TOKENS, Key, block_id_t, make_key
 from kvcache.block_pool cimport BlockPool
-from kvcache.hash_index cimport index_add_row, index_find_many
+from kvcache.hash_index cimport (
+    MATCH_CHUNK,
+    index_add_row,
+    index_chain,
+    index_match,
+)
 from kvcache.pool_state cimport (
     PoolState,
     pool_free,
@@ -28,7 +32,6 @@ from kvcache.pool_state cimport (
 cnp.import_array()
 
 cdef enum:
-    CHUNK = 32              # keys looked up at once
     MAX_DIGITS = 20         # of a decimal int64, with what separates it
     TEXT_BYTES = 65536
 
@@ -63,7 +66,7 @@ cdef class PoolReplay:
             self.digest = hashlib.sha256()
             self.text = <char*> allocate(TEXT_BYTES, 1, "text")
         self.ids = <block_id_t*> allocate(num_blocks, sizeof(block_id_t), "block ids")
-        if pool_scratch(&pool.state, num_blocks) < 0:
+        if pool_scratch(&pool.state, 2 * num_blocks) < 0:
             raise MemoryError(f"cannot allocate scratch for {num_blocks} block ids")
         self.pool = pool
 
@@ -121,7 +124,7 @@ cdef class PoolReplay:
         # The last token is always computed, so its block is never looked up.
         cdef int64_t limit = 0 if length == 0 else (length - 1) // self.block_size
         cdef int64_t hits = 0, i, count
-        cdef Key[CHUNK] batch
+        cdef const uint8_t* batch[MATCH_CHUNK]
         cdef Key key
         cdef block_id_t swap
         self.requests += 1
@@ -130,10 +133,13 @@ cdef class PoolReplay:
             self.skipped += 1
             return self.write_text(b"skip\n", 5)
         while hits < limit:
-            count = min(limit - hits, <int64_t> CHUNK)
+            count = min(limit - hits, <int64_t> MATCH_CHUNK)
             for i in range(count):
-                make_key(&batch[i], keys + 16 * (hits + i), 16, 0)
-            i = index_find_many(pool.index, batch, count, self.ids + hits)
+                batch[i] = keys + 16 * (hits + i)
+            i = index_match(
+                pool.index, self.ids[hits - 1] if hits else 0, batch, 16, 0, count,
+                self.ids + hits,
+            )
             hits += i
             if i < count:
                 break
@@ -142,6 +148,7 @@ cdef class PoolReplay:
         for i in range(hits, full):
             make_key(&key, keys + 16 * i, 16, 0)
             index_add_row(pool.index, self.ids[i], &key, NO_NUM_TOKENS)
+            index_chain(pool.index, self.ids[i - 1] if i else 0, self.ids[i])
         self.prompt_tokens += length
         self.hit_tokens += hits * self.block_size
         self.new_blocks += total - hits
