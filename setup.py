@@ -66,5 +66,6 @@ setup(
         ],
         compiler_directives=DIRECTIVES,
         nthreads=0 if sys.platform == "win32" else os.cpu_count() or 1,
-    )
+    ),
+    options={"build_ext": {"parallel": os.cpu_count() or 1}},
 )

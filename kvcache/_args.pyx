@@ -41,7 +41,9 @@ cdef Py_ssize_t as_key(object value) except -1:
         raise TypeError(f"a key must be bytes, got {value!r}")
     cdef Py_ssize_t length = PyBytes_GET_SIZE(value)
     if not 0 < length <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length}: {value!r}")
+        raise ValueError(
+            f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length}: {value!r}"
+        )
     return length
 
 
@@ -71,26 +73,24 @@ cdef cnp.ndarray as_ids(object ids):
         ValueError: They are not one-dimensional, or one does not fit int32.
     """
     cdef cnp.ndarray array
+    cdef list items
+    cdef Py_ssize_t i
+    cdef int* data
     if not cnp.PyArray_CheckExact(ids):
         if isinstance(ids, (str, bytes)):
             raise TypeError(f"block ids must be integers, got {ids!r}")
         if not isinstance(ids, np.ndarray):
-            ids = list(ids)
-            for one in ids:
-                if isinstance(one, bool) or not hasattr(type(one), "__index__"):
-                    raise TypeError(f"a block id must be an int, got {one!r}")
-                as_int(one, "block id", -2**31, 2**31 - 1)
-            return np.array(ids, dtype=np.int32)
+            items = list(ids)
+            array = new_ids(len(items))
+            data = <int*> cnp.PyArray_DATA(array)
+            for i in range(len(items)):
+                data[i] = <int> as_int(items[i], "block id", -2**31, 2**31 - 1)
+            return array
         ids = np.asarray(ids)
     array = ids
     if cnp.PyArray_NDIM(array) != 1:
-        raise ValueError(
-            f"block ids must be one-dimensional, got shape {ids.shape}"
-        )
-    if (
-        cnp.PyArray_TYPE(array) == cnp.NPY_INT32
-        and cnp.PyArray_ISCARRAY_RO(array)
-    ):
+        raise ValueError(f"block ids must be one-dimensional, got shape {ids.shape}")
+    if cnp.PyArray_TYPE(array) == cnp.NPY_INT32 and cnp.PyArray_ISCARRAY_RO(array):
         return array
     if ids.dtype.kind not in "iu":
         raise TypeError(f"block ids must be integers, got dtype {ids.dtype}")

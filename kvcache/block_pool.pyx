@@ -126,6 +126,7 @@ cdef class BlockPool:
     def __cinit__(self, *args, **kwargs):
         # Whatever happens to __init__, what follows finds an empty pool.
         self.watchers = {}
+        self.hash_block_size = 1
         self.build(0, False)
 
     def __init__(
@@ -411,7 +412,7 @@ cdef class BlockPool:
         cdef Py_ssize_t i, k
         if 2 * n > self.state.scratch_size:
             self.room_for(n)
-        freed_init(&self.state, &freed, n)
+        freed_init(&self.state, &freed, n, False)
         for i in range(n):
             block = <KVCacheBlock> items[i]
             if (
@@ -453,8 +454,10 @@ cdef class BlockPool:
             if block.row.flags & FLAG_NULL:
                 continue
             pool = block.pool
-            if pool is None and block.loose is None:
-                raise ValueError(f"the pool of block {block.id} is gone")
+            if block.is_end() or (
+                pool is None and (block.loose is None or block.loose.orphan)
+            ):
+                raise ValueError(f"block {block.id} does not belong to a pool")
             if block.loose is not None and (pool is None or isinstance(pool, BlockPool)):
                 hand_made.append(block)
                 continue
@@ -672,13 +675,7 @@ cdef class BlockPool:
 
     cdef KVCacheBlock cacheable(self, object block):
         """The block, which is this pool's or one made by hand, as in vLLM's tests."""
-        if type(block) is not KVCacheBlock:
-            raise TypeError(f"expected a KVCacheBlock, got {block!r}")
-        cdef KVCacheBlock ours = block
-        if ours.store != <PyObject*> self.store or ours.index == ANCHOR:
-            if ours.loose is None:
-                raise ValueError(f"block {ours.id} belongs to another pool")
-        return ours
+        return self.cached_block_hash_to_block.accepted(block)
 
     def cache_full_blocks(
         self,
@@ -732,30 +729,40 @@ cdef class BlockPool:
                 raise BlockStateError(
                     f"a mask of {len(mask)} for {stop - start} new full blocks"
                 )
+        cdef Py_ssize_t i, num_hand_made = 0, num_tokens
+        cdef KVCacheBlock block
+        cdef bytes digest
+        cdef list taken = None
+        for i in range(stop - start):
+            block = None
+            if mask is None or mask[i]:
+                block = self.cacheable(table[i])
+                if block.row.flags & FLAG_NULL:
+                    block = None
+            if taken is None and block is None:
+                taken = list(range(start, start + i))
+            elif taken is not None and block is not None:
+                taken.append(start + i)
+            # From here on the table holds what is cached, and None.
+            table[i] = block
+        numbers = range(start, stop) if taken is None else taken
         source = request.block_hashes
         cdef list hashes = pick_block_hashes(
-            source, self.hash_block_size, size, start, stop
+            source, self.hash_block_size, size, numbers
         )
-        cdef Py_ssize_t i, num_own = 0, num_hand_made = 0, num_tokens
-        cdef KVCacheBlock block
-        cdef Key key
         stored = None
         if self.enable_kv_cache_events:
-            taken = [
-                i for i in range(stop - start)
-                if (mask is None or mask[i]) and not table[i].is_null
-            ]
             parent = None
             if start:
                 parent = pick_block_hashes(
-                    source, self.hash_block_size, size, start - 1, start
+                    source, self.hash_block_size, size, [start - 1]
                 )[0]
             stored = pool_events.stored_event(
                 self,
                 request,
-                block_hashes=[hashes[i] for i in taken],
+                block_hashes=hashes,
                 parent=parent,
-                starts=[(start + i) * size for i in taken],
+                starts=[number * size for number in numbers],
                 token_range=(start * size, stop * size),
                 block_size=size,
                 group_id=group,
@@ -766,13 +773,13 @@ cdef class BlockPool:
             block = blocks[start - 1]
             if block.store == <PyObject*> self.store:
                 before = block.index
+        # From here on nothing runs that could change the pool.
+        cdef Py_ssize_t k = 0
         for i in range(stop - start):
-            if mask is not None and not mask[i]:
+            if table[i] is None:
                 continue
-            block = self.cacheable(table[i])
-            if block.row.flags & FLAG_NULL:
-                continue
-            check_digest(hashes[i])
+            block = <KVCacheBlock> table[i]
+            check_digest(hashes[k])
             num_tokens = (start + i + 1) * size
             if has_hash(block.row) and not (
                 NO_NUM_TOKENS < block.row.block_hash_num_tokens < num_tokens
@@ -780,28 +787,29 @@ cdef class BlockPool:
                 raise BlockStateError(
                     f"block {block.id} carries the hash {block.block_hash!r} of"
                     f" {block.block_hash_num_tokens} tokens, it cannot take"
-                    f" {hashes[i]!r} of {num_tokens}"
+                    f" {hashes[k]!r} of {num_tokens}"
                 )
-            if block.loose is None:
-                num_own += 1
-            else:
+            k += 1
+            if block.loose is not None:
                 num_hand_made += 1
-        if index_reserve(self.state.index, num_own + num_hand_made, num_hand_made) < 0:
-            raise MemoryError(f"cannot cache {num_own + num_hand_made} more blocks")
+        if index_reserve(self.state.index, k, num_hand_made) < 0:
+            raise MemoryError(f"cannot cache {k} more blocks")
+        cdef Key key
+        cdef uint64_t suffix = group_suffix(group)
+        k = 0
         for i in range(stop - start):
-            block = <KVCacheBlock> table[i]
-            if (mask is not None and not mask[i]) or block.row.flags & FLAG_NULL:
+            if table[i] is None:
                 continue
+            block = <KVCacheBlock> table[i]
             if has_hash(block.row):
                 self.drop_hashes(block, removed)
-            make_key(
-                &key, <const uint8_t*> <char*> <bytes> hashes[i], len(<bytes> hashes[i]),
-                group_suffix(group),
-            )
+            digest = <bytes> hashes[k]
+            make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
             self.write_hash(block, &key, <block_id_t> ((start + i + 1) * size))
             if block.store == <PyObject*> self.store:
                 index_chain(self.state.index, before, block.index)
                 before = block.index
+            k += 1
         self.emit_removed(removed)
         if stored is not None:
             self.emit(stored)
@@ -937,7 +945,8 @@ cdef class BlockPool:
             next_digests(&source, i, 1, &digest, &length)
             make_key(&key, digest, length, group_suffix(group))
             if data[i] != NULL_BLOCK:
-                index_add_row(self.state.index, data[i], &key, NO_NUM_TOKENS)
+                if not index_contains(self.state.index, &key, data[i]):
+                    index_add_row(self.state.index, data[i], &key, NO_NUM_TOKENS)
                 index_chain(self.state.index, before, data[i])
                 before = data[i]
         if stored is not None:
@@ -963,7 +972,7 @@ cdef class BlockPool:
                 self,
                 request,
                 block_hashes=pick_block_hashes(
-                    request.block_hashes, self.hash_block_size, size, 0, n
+                    request.block_hashes, self.hash_block_size, size, range(n)
                 ),
                 parent=None,
                 starts=range(0, n * size, size),

@@ -13,6 +13,7 @@ cdef class BlockStore:
     cdef list adopted               # hand-made queue: the block in each row, or None
     cdef list vacant                # hand-made queue: rows that hold no block
     cdef PyObject* owner            # the pool, borrowed; it clears this when it goes
+    cdef PyObject* map              # the pool's map, borrowed likewise
     cdef PyObject* head             # the queue's fake ends, borrowed likewise
     cdef PyObject* tail
     cdef bint tail_unlinked         # fake tail's prev_free_block was set to None
@@ -30,6 +31,7 @@ cdef class Loose:
     cdef object prev_free_block     # links set by hand
     cdef object next_free_block
     cdef object pool
+    cdef bint orphan                # it was a pool's block, and the pool is gone
 
 
 cdef class KVCacheBlock:
@@ -42,6 +44,8 @@ cdef class KVCacheBlock:
     cdef object neighbour(self, bint forward)
     cdef int set_neighbour(self, bint forward, object block) except -1
     cdef int require_loose(self, str what) except -1
+    cdef bint is_end(self) noexcept
 
 
+cdef object borrowed(PyObject* thing)
 cdef KVCacheBlock new_block(block_id_t block_id)

@@ -32,7 +32,6 @@ from kvcache._types cimport (
     BlockMeta,
     block_id_t,
     clear_hash,
-    is_linked,
 )
 
 from kvcache.errors import BlockStateError
@@ -40,6 +39,9 @@ from kvcache.errors import BlockStateError
 cnp.import_array()
 
 cdef extern from "Python.h":
+    int PyGC_Disable()
+    int PyGC_Enable()
+    Py_ssize_t PyNumber_AsSsize_t(object, object) except? -1
     Py_ssize_t Py_REFCNT(PyObject*) nogil
     void PyObject_GC_Track(PyObject*)
     void PyObject_GC_UnTrack(void*)
@@ -111,6 +113,9 @@ cdef class BlockStore:
 
     def __dealloc__(self):
         cdef block_id_t i
+        # Leaving blocks a row of their own makes objects, which could run the
+        # collector, and that any code, while the store is half gone.
+        cdef bint collecting = PyGC_Disable()
         if self.views != NULL:
             for i in range(self.num_blocks):
                 if self.views[i] != NULL:
@@ -123,6 +128,8 @@ cdef class BlockStore:
                 if block is not None:
                     self.abandon(<KVCacheBlock> block)
         PyMem_RawFree(self.memory)
+        if collecting:
+            PyGC_Enable()
 
     @property
     def nbytes(self):
@@ -139,12 +146,13 @@ cdef class BlockStore:
         has one: a queue's rows move when it grows.
         """
         if self.adopted is not None:
-            raise ValueError("the rows of a hand-made queue cannot be shown as an array")
+            raise ValueError("the rows of a hand-made queue cannot be an array")
         cdef cnp.npy_intp length = self.num_blocks
         cdef object dtype = BLOCK_META_DTYPE
         Py_INCREF(dtype)  # the call below takes one reference
         cdef cnp.ndarray array = PyArray_NewFromDescr(
-            <PyTypeObject*> np.ndarray, <cnp.dtype> dtype, 1, &length, NULL, self.rows, 0, NULL
+            <PyTypeObject*> np.ndarray, <cnp.dtype> dtype,
+            1, &length, NULL, self.rows, 0, NULL,
         )
         PyArray_SetBaseObject(array, self)
         Py_INCREF(self)
@@ -157,8 +165,7 @@ cdef class BlockStore:
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self.view(i) for i in range(*index.indices(self.num_blocks))]
-        # Any int may be asked for; IndexError ends iteration and names what was asked.
-        cdef Py_ssize_t i = index
+        cdef Py_ssize_t i = PyNumber_AsSsize_t(index, IndexError)
         if not -self.num_blocks <= i < self.num_blocks:
             raise IndexError(f"block {index} of {self.num_blocks}")
         return self.view(<block_id_t> (i + self.num_blocks if i < 0 else i))
@@ -168,10 +175,28 @@ cdef class BlockStore:
         for i in range(self.num_blocks):
             yield self.view(i)
 
+    def __reversed__(self):
+        return reversed(self[:])
+
     def __contains__(self, block):
         return type(block) is KVCacheBlock and (
             (<KVCacheBlock> block).store == <PyObject*> self
+            and not (<KVCacheBlock> block).is_end()
         )
+
+    def count(self, block):
+        """1 if the block is one of these, else 0."""
+        return int(block in self)
+
+    def index(self, block):
+        """Where the block stands, which is its id.
+
+        Raises:
+            ValueError: It is none of these.
+        """
+        if block not in self:
+            raise ValueError(f"{block!r} is not one of these blocks")
+        return (<KVCacheBlock> block).index
 
     cdef KVCacheBlock view(self, block_id_t index):
         """The view of a row; it is made once and lives as long as the store."""
@@ -252,6 +277,7 @@ cdef class BlockStore:
         block.store = NULL
         if block.loose is None:
             block.loose = Loose.__new__(Loose)
+            block.loose.orphan = True
         block.loose.row = copy
         block.row = &block.loose.row
 
@@ -259,6 +285,13 @@ cdef class BlockStore:
 @cython.final
 cdef class Loose:
     """What a hand-made block owns: its row while it is in no queue, its links, pool."""
+
+
+cdef object borrowed(PyObject* thing):
+    """What a borrowed pointer names, or None if it is gone or just being torn down."""
+    if thing == NULL or Py_REFCNT(thing) == 0:
+        return None
+    return <object> thing
 
 
 cdef KVCacheBlock new_block(block_id_t block_id):
@@ -312,7 +345,9 @@ cdef class KVCacheBlock:
     ):
         if self.row != &blank:
             raise ValueError(f"block {self.id} is already made")
-        cdef KVCacheBlock made = new_block(as_int(block_id, "block_id", -2**31, 2**31 - 1))
+        cdef KVCacheBlock made = new_block(
+            <block_id_t> as_int(block_id, "block_id", -2**31, 2**31 - 1)
+        )
         made.ref_cnt = ref_cnt
         if _block_hash is not None or _block_hash_num_tokens is not None:
             made.set_block_hash(_block_hash, _block_hash_num_tokens)
@@ -324,6 +359,10 @@ cdef class KVCacheBlock:
         self.loose.pool = pool
         if pool is not None and not PyObject_GC_IsTracked(<PyObject*> self):
             PyObject_GC_Track(<PyObject*> self)
+
+    cdef bint is_end(self) noexcept:
+        """Whether this is the fake head or tail of a queue."""
+        return self.store != NULL and self.index == ANCHOR
 
     cdef int require_loose(self, str what) except -1:
         if self.loose is None:
@@ -376,9 +415,9 @@ cdef class KVCacheBlock:
         """The block's pool, or None once it is gone."""
         if self.loose is not None:
             return self.loose.pool
-        if self.store == NULL or (<BlockStore> self.store).owner == NULL:
+        if self.store == NULL:
             return None
-        return <object> (<BlockStore> self.store).owner
+        return borrowed((<BlockStore> self.store).owner)
 
     @property
     def block_hash(self):
@@ -435,9 +474,11 @@ cdef class KVCacheBlock:
 
     def reset_hash(self):
         """Drop the hash, and on a pool's block every entry that names the block."""
-        pool = None if self.loose is not None else self.pool
-        if pool is not None:
-            pool._remove_cached_block_hashes(self)
+        index = None
+        if self.loose is None and self.store != NULL:
+            index = borrowed((<BlockStore> self.store).map)
+        if index is not None:
+            index._drop_block(self.index)
         elif self.row != &blank:
             clear_hash(self.row)
 

@@ -90,26 +90,24 @@ cdef class FreeKVCacheBlockQueue:
     cdef list adopt_all(self, object blocks):
         """Take blocks into the store, unlinked: all of them, or none and an error."""
         cdef list made = list(blocks)
+        cdef set met = set()
         cdef KVCacheBlock block
-        cdef Py_ssize_t done = 0
         self.check_own()
         for item in made:
             if type(item) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, got {item!r}")
+            block = item
+            if block.loose is None:
+                raise ValueError(f"block {block.id} belongs to a pool")
+            if block.store != NULL:
+                raise ValueError(f"block {block.id} is already in a queue")
+            if id(item) in met:
+                raise ValueError(f"block {block.id} is listed twice")
+            met.add(id(item))
         self.store.reserve(len(made))
         self.queue.rows = self.store.rows
-        try:
-            for block in made:
-                if block.loose is None:
-                    raise ValueError(f"block {block.id} belongs to a pool")
-                if block.store != NULL:
-                    raise ValueError(f"block {block.id} is already in a queue")
-                self.store.adopt(block)
-                done += 1
-        except ValueError:
-            for block in made[:done]:
-                self.store.release(block)
-            raise
+        for block in made:
+            self.store.adopt(block)
         return made
 
     @property

@@ -14,7 +14,7 @@ from kvcache._types cimport (
     row_has_key,
     same_key,
 )
-from kvcache.block_store cimport BlockStore
+from kvcache.block_store cimport BlockStore, KVCacheBlock
 
 cdef enum:
     MATCH_CHUNK = 32
@@ -141,6 +141,8 @@ cdef class BlockHashToBlockMap:
     cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching)
     cdef object block_of(self, int32_t entry)
     cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) noexcept
-    cdef int add(self, const Key* key, object block, int32_t kind) except -1
+    cdef KVCacheBlock accepted(self, object block)
+    cdef int add(self, const Key* key, KVCacheBlock block, int32_t kind) except -1
+    cdef int replace(self, int32_t old, const Key* key, KVCacheBlock block) except -1
     cdef int append_keys(self, block_id_t block, list keys, bint own) except -1
     cdef list remove_object(self, object block)

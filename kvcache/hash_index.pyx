@@ -11,6 +11,7 @@ Threads: none of this is locked; the GIL or the caller's lock guards it.
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
@@ -22,6 +23,7 @@ from kvcache._types cimport (
     GROUP_ID_BYTES,
     MAX_BLOCKS,
     MAX_KEY_BYTES,
+    has_hash,
     key_from_bytes,
     key_of_row,
     load_word,
@@ -503,6 +505,7 @@ cdef bytes key_bytes(const Key* key):
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class BlockHashToBlockMap:
     """The prefix-cache map, as vLLM's: a key's blocks, oldest first.
 
@@ -516,6 +519,8 @@ cdef class BlockHashToBlockMap:
             raise MemoryError("cannot allocate an empty map")
 
     def __dealloc__(self):
+        if self.store is not None:
+            self.store.map = NULL
         index_free(&self.index)
 
     @staticmethod
@@ -530,6 +535,7 @@ cdef class BlockHashToBlockMap:
                 num_keys, sizeof(block_id_t), "chain hints"
             )
         made.store = store
+        store.map = <PyObject*> made
         return made
 
     @property
@@ -566,34 +572,71 @@ cdef class BlockHashToBlockMap:
             entry = entry_next(&self.index, entry)[0]
         return 0
 
-    cdef int add(self, const Key* key, object block, int32_t kind) except -1:
-        """An entry for any block; a row takes it as its primary hash if it may."""
-        cdef KVCacheBlock ours = <KVCacheBlock> block
+    cdef KVCacheBlock accepted(self, object block):
+        """The block, which is this pool's or one made by hand."""
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"expected a KVCacheBlock, got {block!r}")
+        cdef KVCacheBlock ours = block
+        if ours.is_end():
+            raise ValueError("the fake end of a queue holds no content")
+        if self.store is not None and ours.store != <PyObject*> self.store:
+            if ours.loose is None or ours.loose.orphan:
+                raise ValueError(f"block {ours.id} belongs to another pool")
+        return ours
+
+    cdef int add(self, const Key* key, KVCacheBlock block, int32_t kind) except -1:
+        """An entry for any block; a row whose hash this is needs none of its own."""
         cdef BlockMeta* row
-        cdef Key own
         cdef int32_t entry
         if index_reserve(&self.index, 1, 1) < 0:
             raise MemoryError(f"cannot grow a map of {self.index.num_keys} keys")
-        if self.store is None or ours.store != <void*> self.store:
-            if self.store is not None and ours.loose is None:
-                raise ValueError(f"block {ours.id} belongs to another pool")
+        if self.store is None or block.store != <PyObject*> self.store:
             entry = index_add_side(&self.index, key, FOREIGN, kind)
             self.objects[-entry] = block
             return 0
-        row = &self.index.rows[ours.index]
-        if row.block_hash_len and not row.flags & FLAG_INDEXED:
-            key_of_row(&own, row)
-            if same_key(&own, key):
-                index_add_row(&self.index, ours.index, key, row.block_hash_num_tokens)
-                return 0
-        index_add_side(&self.index, key, ours.index, kind)
+        row = &self.index.rows[block.index]
+        if has_hash(row) and not row.flags & FLAG_INDEXED and row_has_key(row, key):
+            index_add_row(&self.index, block.index, key, row.block_hash_num_tokens)
+        else:
+            index_add_side(&self.index, key, block.index, kind)
+        return 0
+
+    cdef int replace(self, int32_t old, const Key* key, KVCacheBlock block) except -1:
+        """Put another block in the place of an entry, among the copies of its key."""
+        cdef HashIndex* index = &self.index
+        cdef int32_t new, before, behind, head, youngest
+        cdef int64_t at
+        if old < 0 and -old in self.objects and self.store is None:
+            self.objects[-old] = block
+            return 0
+        self.add(key, block, SIDE_INSERTED)
+        head = index_find(index, key)
+        new = entry_prev(index, head)[0]
+        # `new` came last; unlink it there and link it before `old`, which then goes.
+        youngest = entry_prev(index, new)[0]
+        entry_next(index, youngest)[0] = 0
+        entry_prev(index, head)[0] = youngest
+        before, behind = entry_prev(index, old)[0], old
+        entry_next(index, new)[0] = behind
+        if old == head:
+            at = index_slot(index, key)
+            index.slots[at].head = new
+            entry_prev(index, new)[0] = entry_prev(index, old)[0]
+        else:
+            entry_next(index, before)[0] = new
+            entry_prev(index, new)[0] = before
+        entry_prev(index, old)[0] = new
+        index_remove(index, old)
+        self.objects.pop(-old, None)
         return 0
 
     cdef int append_keys(self, block_id_t block, list keys, bint own) except -1:
-        """Append a row's keys: its own if it is indexed and asked for, then aliases.
+        """Append a row's keys: its own if it has an entry and is asked for, then aliases.
 
         Makes nothing that the collector tracks, so no foreign code runs.
         """
+        cdef BlockMeta* row = &self.index.rows[block]
+        cdef SideEntry* side
         cdef int32_t k
         cdef Key key
         if own and self.index.rows[block].flags & FLAG_INDEXED:
@@ -602,9 +645,11 @@ cdef class BlockHashToBlockMap:
         if self.index.first_side != NULL:
             k = self.index.first_side[block]
             while k:
-                if self.index.side[k - 1].kind == SIDE_ALIAS:
-                    keys.append(key_bytes(&self.index.side[k - 1].key))
-                k = self.index.side[k - 1].next_of_block
+                side = &self.index.side[k - 1]
+                # One inserted by hand counts if it is the row's own hash, set later.
+                if side.kind == SIDE_ALIAS or (own and row_has_key(row, &side.key)):
+                    keys.append(key_bytes(&side.key))
+                k = side.next_of_block
         return 0
 
     cdef list remove_object(self, object block):
@@ -617,6 +662,13 @@ cdef class BlockHashToBlockMap:
                 index_remove(&self.index, -k)
                 del self.objects[k]
         return keys
+
+    def _drop_block(self, block_id):
+        """Remove every entry that names a pool's block, and clear its hash."""
+        index_drop_block(
+            &self.index,
+            <block_id_t> as_int(block_id, "block_id", 0, self.index.num_rows - 1),
+        )
 
     def _aliases_of(self, block_id):
         """Further keys of a pool's block, as a set."""
@@ -659,15 +711,15 @@ cdef class BlockHashToBlockMap:
             ValueError: The map is a pool's and the block is another pool's.
         """
         cdef Key wanted
+        cdef KVCacheBlock ours = self.accepted(block)
         cdef int32_t entry
-        if type(block) is not KVCacheBlock:
-            raise TypeError(f"expected a KVCacheBlock, got {block!r}")
         key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
-        entry = self.find_block(&wanted, (<KVCacheBlock> block).id)
+        entry = self.find_block(&wanted, ours.id)
         if entry == 0:
-            self.add(&wanted, block, SIDE_INSERTED)
-        elif entry < 0 and -entry in self.objects:
-            self.objects[-entry] = block
+            self.add(&wanted, ours, SIDE_INSERTED)
+        elif self.block_of(entry) is not ours:
+            # As in a dict, the new block takes the place of the one with its id.
+            self.replace(entry, &wanted, ours)
 
     def pop(self, key, block_id):
         """Remove the entry of a key that names the block id; that block, or None."""

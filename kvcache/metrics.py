@@ -36,7 +36,7 @@ class KVCacheEvictionEvent:
 class BlockMetricsState:
     """When a sampled block was allocated and last used; the last four uses."""
 
-    birth_time_ns: int = field(default_factory=time.monotonic_ns)
+    birth_time_ns: int = field(default_factory=lambda: time.monotonic_ns())
     last_access_ns: int = field(default=0)
     access_history: deque[int] = field(default_factory=lambda: deque(maxlen=4))
 

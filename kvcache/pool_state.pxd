@@ -40,9 +40,10 @@ cdef struct PoolState:
 # Blocks that lost their last reference, where they go in the queue. Kept in `scratch`.
 cdef struct Freed:
     block_id_t* front       # uncached
-    block_id_t* back        # cached
+    block_id_t* back        # cached, or all of them
     Py_ssize_t num_front
     Py_ssize_t num_back
+    bint all_back
 
 
 cdef inline bint is_block(const PoolState* pool, block_id_t block) noexcept nogil:
@@ -76,8 +77,11 @@ cdef inline void set_first(
     pool.queue.num_free -= <block_id_t> taken
 
 
-cdef inline void freed_init(PoolState* pool, Freed* freed, Py_ssize_t n) noexcept nogil:
+cdef inline void freed_init(
+    PoolState* pool, Freed* freed, Py_ssize_t n, bint all_back
+) noexcept nogil:
     """Room for n blocks of either kind, in scratch."""
+    freed.all_back = all_back
     freed.front = pool.scratch
     freed.back = pool.scratch + n
     freed.num_front = freed.num_back = 0
@@ -91,7 +95,7 @@ cdef inline bint drop_reference(
         return False
     row.ref_cnt -= 1
     if row.ref_cnt == 0:
-        if pool.enable_caching and has_hash(row):
+        if freed.all_back or (pool.enable_caching and has_hash(row)):
             freed.back[freed.num_back] = block
             freed.num_back += 1
         else:

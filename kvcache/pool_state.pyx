@@ -14,10 +14,8 @@ from kvcache._types cimport (
     MAX_REF_CNT,
     NULL_BLOCK,
     has_hash,
-    is_free,
-    is_linked,
 )
-from kvcache.free_queue cimport queue_push_back, queue_unlink
+from kvcache.free_queue cimport queue_unlink
 
 cdef enum:
     FLAG_IN_BATCH = 128     # on a row for the length of one check: the id was met
@@ -36,14 +34,18 @@ cdef Py_ssize_t pool_get(PoolState* pool, block_id_t* ids, Py_ssize_t n) noexcep
 
 
 cdef Py_ssize_t drop_references(
-    PoolState* pool, const block_id_t* ids, Py_ssize_t n, Freed* freed
+    PoolState* pool,
+    const block_id_t* ids,
+    Py_ssize_t n,
+    Freed* freed,
+    bint all_back,
 ) noexcept nogil:
     """One reference less for each id; `freed` says which have no users left.
 
     Undone, and the place of the culprit returned, where an id has none to give.
     """
     cdef Py_ssize_t i
-    freed_init(pool, freed, n)
+    freed_init(pool, freed, n, all_back)
     for i in range(n):
         if ids[i] == NULL_BLOCK:
             continue
@@ -68,7 +70,7 @@ cdef Py_ssize_t pool_can_free(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
     cdef Freed freed
-    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed)
+    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed, False)
     if bad < 0:
         add_references(pool, ids, n)
     return bad
@@ -78,7 +80,7 @@ cdef Py_ssize_t pool_free(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil:
     cdef Freed freed
-    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed)
+    cdef Py_ssize_t bad = drop_references(pool, ids, n, &freed, False)
     if bad < 0:
         return_freed(pool, &freed)
     return bad
@@ -119,14 +121,10 @@ cdef Py_ssize_t pool_unpin(
     for i in range(n):
         if ids[i] == NULL_BLOCK:
             return i
-    bad = drop_references(pool, ids, n, &freed)
-    if bad >= 0:
-        return bad
-    # All to the back, in the order in which they were listed.
-    for i in range(n):
-        if is_free(&pool.rows[ids[i]]) and not is_linked(&pool.rows[ids[i]]):
-            queue_push_back(pool.queue, ids[i])
-    return -1
+    bad = drop_references(pool, ids, n, &freed, True)
+    if bad < 0:
+        return_freed(pool, &freed)
+    return bad
 
 
 cdef Py_ssize_t pool_touch(

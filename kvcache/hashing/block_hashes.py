@@ -88,30 +88,40 @@ def pick_block_hashes(
     block_hashes: Sequence[bytes],
     hash_block_size: int,
     block_size: int,
-    start: int,
-    stop: int,
+    blocks: Sequence[int],
 ) -> list[bytes]:
-    """The hashes of blocks start to stop of block_size tokens, as a new list.
+    """The hashes of some blocks of block_size tokens, as a new list.
 
     A sequence that has a `scale_factor` (such as `BlockHashListWithBlockSize`) already
-    counts in block_size.
+    counts in blocks of that many hashes.
+
+    Args:
+        block_hashes: Hashes of consecutive blocks of hash_block_size tokens.
+        hash_block_size: Tokens that each of them adds.
+        block_size: Tokens of the blocks to pick; a multiple of hash_block_size.
+        blocks: Their numbers, ascending.
 
     Raises:
-        ValueError: block_size is no multiple, or there are fewer hashes than blocks.
+        ValueError: block_size is no multiple, the sequence counts in another size, or
+            there are fewer hashes than blocks.
     """
-    step = 1
-    if block_size != hash_block_size and not hasattr(block_hashes, "scale_factor"):
-        if block_size % hash_block_size:
-            raise ValueError(
-                f"block size {block_size} is not a multiple of the hashed"
-                f" {hash_block_size}"
-            )
-        step = block_size // hash_block_size
-    if stop * step > len(block_hashes):
+    scale = getattr(block_hashes, "scale_factor", 1)
+    if block_size % hash_block_size or (
+        scale != 1 and scale * hash_block_size != block_size
+    ):
         raise ValueError(
-            f"{stop} blocks of {block_size} tokens need {stop * step} block hashes,"
-            f" the request has {len(block_hashes)}"
+            f"block size {block_size} does not fit hashes of {hash_block_size} tokens"
+            f" seen {scale} at a time"
         )
-    if step == 1:
-        return list(block_hashes[start:stop])
-    return [block_hashes[(i + 1) * step - 1] for i in range(start, stop)]
+    step = block_size // hash_block_size // scale
+    if blocks and (blocks[-1] + 1) * step > len(block_hashes):
+        raise ValueError(
+            f"block {blocks[-1]} of {block_size} tokens needs"
+            f" {(blocks[-1] + 1) * step} block hashes, the request has"
+            f" {len(block_hashes)}"
+        )
+    if step > 1:
+        return [block_hashes[(i + 1) * step - 1] for i in blocks]
+    if isinstance(blocks, range):
+        return list(block_hashes[blocks.start : blocks.stop])
+    return [block_hashes[i] for i in blocks]
