@@ -4,11 +4,34 @@ from cpython.mem cimport PyMem_RawCalloc
 from libc.stdint cimport SIZE_MAX
 
 
+cdef extern from *:
+    """
+    #if defined(__linux__)
+    #include <stdint.h>
+    #include <sys/mman.h>
+    /* Rows are visited at random: with 4 KiB pages each visit costs a page walk. */
+    static inline void kvc_use_huge_pages(void* memory, size_t bytes) {
+        uintptr_t start = ((uintptr_t)memory + 4095) & ~(uintptr_t)4095;
+        uintptr_t end = ((uintptr_t)memory + bytes) & ~(uintptr_t)4095;
+        if (bytes >= ((size_t)4 << 20))
+            (void)madvise((void*)start, end - start, MADV_HUGEPAGE);
+    }
+    #else
+    #define kvc_use_huge_pages(memory, bytes) ((void)0)
+    #endif
+    """
+    void kvc_use_huge_pages(void* memory, size_t bytes) nogil
+
+
 cdef inline void* zeroed(size_t count, size_t size) noexcept nogil:
     """NULL if there is no such amount of memory, or the product overflows."""
+    cdef void* memory
     if size and count > SIZE_MAX // size:
         return NULL
-    return PyMem_RawCalloc(count if count else 1, size)
+    memory = PyMem_RawCalloc(count if count else 1, size)
+    if memory != NULL:
+        kvc_use_huge_pages(memory, count * size)
+    return memory
 
 
 cdef inline void* allocate(size_t count, size_t size, str what) except NULL:

@@ -48,7 +48,8 @@ cdef struct HashIndex:
     int32_t num_side
     int32_t vacant          # first vacant side entry, k + 1
     int32_t* first_side     # per row, k + 1; NULL until the first side entry
-    block_id_t* successor   # per row, a hint: the block cached right behind it, or 0
+    block_id_t* successor   # per row, a hint: the block cached right behind it, or 0;
+                            # NULL if the pool goes without
     uint64_t seed[5]
 
 # Copies of one key, oldest first: the oldest's prev_copy is the youngest,
