@@ -62,6 +62,7 @@ from kvcache.invariants cimport check_pool
 from kvcache.pool_state cimport (
     Freed,
     drop_reference,
+    evict_taken,
     freed_init,
     is_block,
     pool_can_cache,
@@ -332,9 +333,8 @@ cdef class BlockPool:
     cdef int keys_in_front(self, Py_ssize_t n, list keys) except -1:
         """Append the keys that the first n free blocks would lose to an allocation."""
         cdef block_id_t block = ANCHOR
-        cdef Py_ssize_t i
         if self.state.enable_caching:
-            for i in range(n):
+            for _ in range(n):
                 block = self.state.rows[block].next_free_block
                 self.cached_block_hash_to_block.append_keys(block, keys, True)
         return 0
@@ -351,9 +351,12 @@ cdef class BlockPool:
         cdef list removed = [] if self.enable_kv_cache_events else None
         cdef Py_ssize_t n = self.count_free(num_blocks)
         cdef list blocks = PyList_New(n)
-        cdef Py_ssize_t i, evicted
+        cdef Py_ssize_t i
+        cdef bint holding = False
         cdef block_id_t block
         cdef PyObject* view
+        if n > self.state.scratch_size:
+            self.room_for(n)
         # From the last of these on, nothing runs that could change the queue.
         while self.store.num_views < self.state.num_blocks and self.make_front_views(n):
             pass
@@ -366,8 +369,11 @@ cdef class BlockPool:
             view = self.store.views[block]
             Py_INCREF(<object> view)
             PyList_SET_ITEM(blocks, i, <object> view)
-            block = take_first(&self.state, block, &evicted)
+            self.state.scratch[i] = block
+            block = take_first(&self.state, block, &holding)
         set_first(&self.state, block, n)
+        if holding:
+            evict_taken(&self.state, self.state.scratch, n)
         if removed is not None:
             self.emit_removed(removed)
         if self.metrics_collector is not None or self.watchers:
@@ -458,7 +464,9 @@ cdef class BlockPool:
                 pool is None and (block.loose is None or block.loose.orphan)
             ):
                 raise ValueError(f"block {block.id} does not belong to a pool")
-            if block.loose is not None and (pool is None or isinstance(pool, BlockPool)):
+            if block.loose is not None and (
+                pool is None or isinstance(pool, BlockPool)
+            ):
                 hand_made.append(block)
                 continue
             by_pool.setdefault(id(pool), (pool, []))[1].append(block)
@@ -602,7 +610,7 @@ cdef class BlockPool:
             kv_cache_group_id: Int from 0 to 2**32 - 1.
         """
         cdef HashSource source
-        held = as_hashes(hashes, &source)
+        _held = as_hashes(hashes, &source)
         cdef cnp.ndarray ids = new_ids(source.count)
         cdef Py_ssize_t n = self.match(
             &source, source.count, kv_cache_group_id,
@@ -622,7 +630,7 @@ cdef class BlockPool:
         cdef block_id_t* data
         cdef list blocks
         cdef PyObject* view
-        held = as_hashes(hashes, &source)
+        _held = as_hashes(hashes, &source)
         limit = source.count
         groups = []
         for group_id in kv_cache_group_ids:
@@ -963,7 +971,9 @@ cdef class BlockPool:
             block_size: Tokens a block, a multiple of hash_block_size.
             kv_cache_group_id: Int from 0 to 2**32 - 1.
         """
-        cdef Py_ssize_t n = as_int(num_cached_blocks, "num_cached_blocks", 0, MAX_BLOCKS)
+        cdef Py_ssize_t n = as_int(
+            num_cached_blocks, "num_cached_blocks", 0, MAX_BLOCKS
+        )
         cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
         if not self.enable_kv_cache_events or n == 0:
             return

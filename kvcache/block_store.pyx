@@ -49,7 +49,8 @@ cdef extern from "Python.h":
 
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(
-        PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, PyObject*
+        PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int,
+        PyObject*
     )
     int PyArray_SetBaseObject(cnp.ndarray, object) except -1
     void PyArray_CLEARFLAGS(cnp.ndarray, int)

@@ -48,8 +48,7 @@ cdef struct HashIndex:
     int32_t num_side
     int32_t vacant          # first vacant side entry, k + 1
     int32_t* first_side     # per row, k + 1; NULL until the first side entry
-    block_id_t* successor   # per row, a hint: the block cached right behind it, or 0;
-                            # NULL if the pool goes without
+    block_id_t* successor   # per row, a hint: the block cached behind it; or NULL
     uint64_t seed[5]
 
 # Copies of one key, oldest first: the oldest's prev_copy is the youngest,
@@ -101,6 +100,7 @@ cdef int index_reserve(
     HashIndex* index, Py_ssize_t num_keys, Py_ssize_t num_side
 ) noexcept nogil
 cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil
+cdef void index_prefetch(const HashIndex* index, const BlockMeta* row) noexcept nogil
 cdef int64_t index_slot(const HashIndex* index, const Key* key) noexcept nogil
 cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil
 # Blocks of the leading digests that are present, at most MATCH_CHUNK at once so that

@@ -191,6 +191,13 @@ cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil:
     return tag_of(index, key)
 
 
+cdef void index_prefetch(const HashIndex* index, const BlockMeta* row) noexcept nogil:
+    """Have the slot of a row's hash brought to the cache."""
+    cdef Key key
+    key_of_row(&key, row)
+    kvc_prefetch(&index.slots[home_of(index, tag_of(index, &key))])
+
+
 cdef inline int64_t slot_of(
     const HashIndex* index, const Key* key, uint32_t tag
 ) noexcept nogil:
@@ -321,7 +328,7 @@ cdef inline Py_ssize_t match_run(
     block_id_t* blocks,
 ) noexcept nogil:
     """`index_match`, compiled once for each length that is a constant."""
-    cdef Py_ssize_t done = 0, hits
+    cdef Py_ssize_t done = 0
     if index.successor == NULL:
         return match_hashed(index, digests, length, suffix, count, blocks)
     if before == 0 and count:
@@ -403,7 +410,7 @@ cdef void link_entry(HashIndex* index, int32_t entry, const Key* key) noexcept n
 
 
 cdef void empty_slot(HashIndex* index, uint32_t hole) noexcept nogil:
-    """Empty a slot and close the gap, so that every probe still ends where it should."""
+    """Empty a slot and close the gap: every probe still ends where it should."""
     cdef uint32_t at = hole
     cdef uint32_t home
     index.num_keys -= 1
@@ -636,7 +643,7 @@ cdef class BlockHashToBlockMap:
         return 0
 
     cdef int append_keys(self, block_id_t block, list keys, bint own) except -1:
-        """Append a row's keys: its own if it has an entry and is asked for, then aliases.
+        """Append a row's keys: its own if it has an entry and is wanted, then aliases.
 
         Makes nothing that the collector tracks, so no foreign code runs.
         """
@@ -706,7 +713,8 @@ cdef class BlockHashToBlockMap:
         """Whether a key names the block id."""
         cdef Key wanted
         key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
-        return self.find_block(&wanted, as_int(block_id, "block_id", -2**31, 2**31)) != 0
+        cdef Py_ssize_t block = as_int(block_id, "block_id", -2**31, 2**31)
+        return self.find_block(&wanted, block) != 0
 
     def insert(self, key, block):
         """Add a block under a key; the block's own hash field stays as it is.

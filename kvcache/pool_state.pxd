@@ -15,7 +15,7 @@ from kvcache._types cimport (
     has_hash,
 )
 from kvcache.free_queue cimport FreeQueue, queue_unlink
-from kvcache.hash_index cimport HashIndex, index_drop_block
+from kvcache.hash_index cimport HashIndex, index_prefetch
 
 cdef extern from *:
     """
@@ -53,9 +53,12 @@ cdef inline bint is_block(const PoolState* pool, block_id_t block) noexcept nogi
 # The steps of one block, shared by the loops over ids and those over objects.
 
 cdef inline block_id_t take_first(
-    PoolState* pool, block_id_t block, Py_ssize_t* evicted
+    PoolState* pool, block_id_t block, bint* holding
 ) noexcept nogil:
-    """Hand out the first free block; the one behind it. `set_first` comes last."""
+    """Hand out the first free block; the one behind it.
+
+    `set_first` comes when all are taken, and `evict_taken` if any was `holding`.
+    """
     cdef BlockMeta* row = &pool.rows[block]
     cdef block_id_t behind = row.next_free_block
     cdef const int32_t* first_side = pool.index.first_side
@@ -65,7 +68,8 @@ cdef inline block_id_t take_first(
     if pool.enable_caching and (
         has_hash(row) or (first_side != NULL and first_side[block])
     ):
-        evicted[0] += index_drop_block(pool.index, block) != 0
+        holding[0] = True
+        index_prefetch(pool.index, row)
     return behind
 
 
@@ -140,5 +144,8 @@ cdef Py_ssize_t pool_can_cache(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
 cdef void return_freed(PoolState* pool, const Freed* freed) noexcept nogil
+cdef Py_ssize_t evict_taken(
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n
+) noexcept nogil
 # Room for n ids in `scratch`; -1 if there is no memory.
 cdef int pool_scratch(PoolState* pool, Py_ssize_t n) noexcept nogil

@@ -15,7 +15,7 @@ from kvcache._types cimport (
     NULL_BLOCK,
     has_hash,
 )
-from kvcache.free_queue cimport queue_unlink
+from kvcache.hash_index cimport index_drop_block
 
 cdef enum:
     FLAG_IN_BATCH = 128     # on a row for the length of one check: the id was met
@@ -23,13 +23,27 @@ cdef enum:
 
 cdef Py_ssize_t pool_get(PoolState* pool, block_id_t* ids, Py_ssize_t n) noexcept nogil:
     cdef block_id_t block = pool.rows[ANCHOR].next_free_block
-    cdef Py_ssize_t i, evicted = 0
+    cdef Py_ssize_t i
+    cdef bint holding = False
     if not 0 <= n <= pool.queue.num_free:
         return -1
     for i in range(n):
         ids[i] = block
-        block = take_first(pool, block, &evicted)
+        block = take_first(pool, block, &holding)
     set_first(pool, block, n)
+    return evict_taken(pool, ids, n) if holding else 0
+
+
+cdef Py_ssize_t evict_taken(
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n
+) noexcept nogil:
+    """Drop what taken blocks held; from how many.
+
+    A loop of its own: by now the slots of all of them are on their way to the cache.
+    """
+    cdef Py_ssize_t i, evicted = 0
+    for i in range(n):
+        evicted += index_drop_block(pool.index, ids[i]) != 0
     return evicted
 
 

@@ -92,19 +92,24 @@ cdef class PoolReplay:
             ValueError: The arrays do not fit together. Nothing was run.
         """
         cdef Py_ssize_t i, m = cnp.PyArray_SIZE(input_lengths)
-        for array, kind in ((input_lengths, "int64"), (indptr, "int64"), (keys, "uint8")):
+        for array, kind in zip(
+            (input_lengths, indptr, keys), ("int64", "int64", "uint8")
+        ):
             if array.dtype != kind or not array.flags.c_contiguous:
                 raise ValueError(f"expected a C-contiguous {kind} array")
         cdef tuple shape = (<object> keys).shape
         if self.pool is None or len(shape) != 2 or shape[1] != 16:
             raise ValueError(f"expected keys of shape (k, 16), got {shape}")
         if cnp.PyArray_SIZE(indptr) != m + 1:
-            raise ValueError(f"{cnp.PyArray_SIZE(indptr)} index pointers for {m} requests")
+            raise ValueError(
+                f"{cnp.PyArray_SIZE(indptr)} index pointers for {m} requests"
+            )
         cdef int64_t* lengths = <int64_t*> cnp.PyArray_DATA(input_lengths)
         cdef int64_t* starts = <int64_t*> cnp.PyArray_DATA(indptr)
         cdef uint8_t* data = <uint8_t*> cnp.PyArray_DATA(keys)
+        cdef int64_t num_keys = cnp.PyArray_DIM(keys, 0)
         for i in range(m):
-            if lengths[i] < 0 or not 0 <= starts[i] <= starts[i + 1] <= <int64_t> cnp.PyArray_DIM(keys, 0):
+            if lengths[i] < 0 or not 0 <= starts[i] <= starts[i + 1] <= num_keys:
                 raise ValueError(f"request {i} has no valid length or keys")
             if starts[i + 1] - starts[i] != lengths[i] // self.block_size:
                 raise ValueError(
@@ -129,7 +134,7 @@ cdef class PoolReplay:
         cdef block_id_t swap
         self.requests += 1
         if total > pool.queue.num_free:
-            # Every hit is free, so that hits and new blocks come out of the same number.
+            # Every hit is free: hits and new blocks come out of the same number.
             self.skipped += 1
             return self.write_text(b"skip\n", 5)
         while hits < limit:

@@ -1,0 +1,98 @@
+"""Compiles a loop over kvcache's C surface, to time it without the interpreter.
+
+Stores the module once compiled. Built in a temporary directory against the installed
+package, as a user's own Cython module would be: it needs Cython, setuptools and a C
+compiler, and takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from measure import Unavailable
+
+SOURCE = """
+# cython: language_level=3
+from kvcache cimport (
+    BlockPool, PoolState, block_id_t, pool_free, pool_get, pool_scratch
+)
+
+cdef enum:
+    MOST = 4096
+
+
+def get_and_free(BlockPool pool not None, Py_ssize_t n, Py_ssize_t loops):
+    '''Get n blocks and free them, `loops` times, without the GIL.'''
+    cdef PoolState* state = &pool.state
+    cdef block_id_t[MOST] ids
+    cdef Py_ssize_t i, failed = 0
+    if not 0 < n <= MOST:
+        raise ValueError(f"n must be from 1 to {MOST}, got {n}")
+    if pool_scratch(state, 2 * n) < 0:
+        raise MemoryError
+    with nogil:
+        for i in range(loops):
+            failed += pool_get(state, ids, n) < 0 or pool_free(state, ids, n) >= 0
+    if failed:
+        raise ValueError(f"{failed} of {loops} rounds failed")
+"""
+
+
+@cache
+def compiled() -> ModuleType:
+    """The compiled loop.
+
+    Raises:
+        Unavailable: Cython, setuptools or a C compiler is not there.
+    """
+    try:
+        import numpy
+        from Cython.Build import cythonize
+        from setuptools import Distribution, Extension
+        from setuptools.command.build_ext import build_ext
+    except ImportError as error:
+        raise Unavailable(
+            f"needs {error.name}: pip install cython setuptools"
+        ) from None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kvcache_c_loop.pyx")
+        source.write_text(SOURCE)
+        extension = Extension(
+            source.stem, [str(source)], include_dirs=[numpy.get_include()]
+        )
+        try:
+            with stdout_to(os.devnull):
+                extensions = cythonize([extension], quiet=True)
+                command = build_ext(Distribution({"ext_modules": extensions}))
+                command.build_lib = command.build_temp = folder
+                command.ensure_finalized()
+                command.run()
+        except Exception as error:
+            raise Unavailable(f"does not compile: {error}") from error
+        path = command.get_ext_fullpath(source.stem)
+        spec = importlib.util.spec_from_file_location(source.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def stdout_to(path: str):
+    """Send what is printed, also by child processes, to a file."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

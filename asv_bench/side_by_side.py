@@ -1,0 +1,186 @@
+"""kvcache and stock vLLM in one process, in turns: ours, theirs, ratio, spread.
+
+    python asv_bench/side_by_side.py [--rows SUBSTRING] [--quick] [--json FILE]
+
+Run by a Python that has kvcache and vLLM 0.33. Only the ratios of one run mean
+anything; the nanoseconds are there for scale. A row that kvcache loses is shown too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NoReturn
+
+from measure import Pace, Result, Row, Unavailable
+
+RELEASE = "0.33"
+FULL = Pace(rounds=41, long_rounds=5, samples=5, sample_ns=2_000_000)
+QUICK = Pace(rounds=7, long_rounds=2, samples=5, sample_ns=1_000_000)
+HEADS = ("work", "ours a block", "stock", "ratio", "spread", "floor", "reached")
+
+
+def main() -> None:
+    options = parse_arguments()
+    stock = import_vllm(options.peers)
+    pool_rows, kvcache = import_kvcache()
+    machine = {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "kvcache": kvcache.__version__,
+        "vllm": stock.version,
+    }
+    rows = chosen(pool_rows.pool_rows(stock.BlockPool), options.rows)
+    pace = QUICK if options.quick else FULL
+    print(
+        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm}".format(
+            **machine
+        )
+    )
+    if not stock.version.startswith(RELEASE):
+        print(f"The floors were set against vLLM {RELEASE}.")
+    print(fill(pool_rows.NOTES, 88))
+    how = (
+        f"Ratio: the median of {pace.rounds} rounds (of {pace.long_rounds} where a"
+        " million blocks are made), in each of which ours and stock take turns; spread:"
+        " 10th to 90th percentile."
+    )
+    print(fill(how, 88), end="\n\n")
+    results = list(run(rows, pace))
+    if options.json:
+        report = {
+            "machine": machine,
+            "notes": pool_rows.NOTES,
+            "rows": [result.as_dict() for result in results],
+        }
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    default = os.environ.get("KVCACHE_PEERS") or "~/.cache/kvcache-peers"
+    parser = argparse.ArgumentParser(
+        description="Run kvcache and stock vLLM in turns and print the ratios."
+    )
+    parser.add_argument(
+        "--rows", default="", metavar="SUBSTRING", help="only rows whose work has it"
+    )
+    parser.add_argument("--quick", action="store_true", help="few and short rounds")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--peers",
+        default=default,
+        metavar="DIR",
+        type=lambda text: Path(text).expanduser(),
+        help="where setup.sh put vLLM (default: $KVCACHE_PEERS, else %(default)s)",
+    )
+    return parser.parse_args()
+
+
+def import_vllm(peers: Path) -> Any:
+    """vLLM's block_pool module, with `version` set; exits with 2 if there is none."""
+    os.environ["KVCACHE_VLLM"] = "0"  # an installed kvcache must not take its place
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if Path(sys.prefix).resolve() == (peers / "venv").resolve():
+        # The release to compare with is a source tree there, not the installed one.
+        sys.path.insert(1, str(peers / "v1"))
+    try:
+        import vllm
+        from vllm.v1.core import block_pool
+    except ImportError as error:
+        stop(
+            f"vLLM {RELEASE} cannot be imported here ({error}).",
+            f"../shared/vllm/setup.sh {peers}",
+            f"{peers}/venv/bin/pip install . cython",
+            f"{peers}/venv/bin/python {' '.join(sys.argv)}",
+        )
+    if not block_pool.BlockPool.__module__.startswith("vllm."):
+        raise SystemExit("vLLM's BlockPool is kvcache's: nothing to compare with")
+    block_pool.version = vllm.__version__
+    return block_pool
+
+
+def import_kvcache() -> tuple[Any, Any]:
+    """The rows, and kvcache itself; exits with 2 if it is not there."""
+    try:
+        import kvcache
+    except ImportError as error:
+        stop(
+            f"kvcache cannot be imported here ({error}).",
+            f"{sys.executable} -m pip install . cython",
+            f"{sys.executable} {' '.join(sys.argv)}",
+        )
+    import pool_rows
+
+    return pool_rows, kvcache
+
+
+def stop(problem: str, *commands: str) -> NoReturn:
+    print(problem, "To run the comparison:", *commands, sep="\n    ", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def chosen(rows: list[Row], substring: str) -> list[Row]:
+    found = [row for row in rows if substring.lower() in row.work.lower()]
+    if not found:
+        names = "\n    ".join(row.work for row in rows)
+        print(f"no row has {substring!r}; there are\n    {names}", file=sys.stderr)
+        raise SystemExit(2)
+    return found
+
+
+def run(rows: list[Row], pace: Pace) -> Iterator[Result]:
+    """Measure the rows and print each as it is done."""
+    print_line = line_printer(max(len(row.work) for row in rows))
+    print_line(*HEADS)
+    for row in rows:
+        try:
+            result = row.measure(pace)
+        except Unavailable as error:
+            result = Result(row.work, row.unit, floor="-", note=str(error))
+            print_line(row.work, note=result.note)
+        else:
+            print_line(*cells(result))
+        yield result
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    return (
+        result.work,
+        f"{result.ours:.1f} {result.unit}",
+        f"{result.stock:.1f} {result.unit}",
+        f"{result.ratio:.1f}x",
+        "-" if result.low is None else f"{result.low:.1f}-{result.high:.1f}x",
+        result.floor,
+        {True: "yes", False: "NO", None: "-"}[result.reached],
+    )
+
+
+def line_printer(width: int) -> Callable[..., None]:
+    def print_line(work: str, *columns: str, note: str = "") -> None:
+        padded = "".join(f" | {column:>12}" for column in columns)
+        print(f"{work:{width}}{padded}{note and ' | ' + note}", flush=True)
+
+    return print_line
+
+
+def cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()
