@@ -23,7 +23,8 @@ debug, line_trace, sanitize = map(switch, ("DEBUG", "LINETRACE", "SANITIZE"))
 
 DIRECTIVES = {
     "language_level": 3,
-    "boundscheck": debug,
+    # Costs nothing in the C loops; foreign code may shorten a list that is being read.
+    "boundscheck": True,
     "wraparound": False,
     "nonecheck": debug,
     "initializedcheck": debug,

@@ -135,6 +135,8 @@ cdef int check_hashes(const HashSource* source, Py_ssize_t start) except -1:
     """Prove that `next_digests` cannot fail from start on."""
     cdef Py_ssize_t i
     if source.items != NULL:
+        if len(<list> source.items) != source.count:
+            raise ValueError("the list of block hashes changed during the call")
         for i in range(start, source.count):
             check_digest(<object> PyList_GET_ITEM(<object> source.items, i))
     return 0

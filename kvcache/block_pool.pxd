@@ -27,6 +27,7 @@ cdef class BlockPool:
     cdef block_id_t* ids_of(self, object blocks, Py_ssize_t n) except NULL
     cdef KVCacheBlock own(self, object block)
     cdef KVCacheBlock cacheable(self, object block)
+    cdef bint holds(self, KVCacheBlock block, const Key* key) except -1
     cdef int refuse(self, Py_ssize_t at, const block_id_t* ids, str why) except -1
     cdef void emit(self, object event) noexcept
     cdef void emit_removed(self, list keys) noexcept

@@ -358,7 +358,10 @@ cdef class BlockPool:
         if n > self.state.scratch_size:
             self.room_for(n)
         # From the last of these on, nothing runs that could change the queue.
-        while self.store.num_views < self.state.num_blocks and self.make_front_views(n):
+        while (
+            self.store.num_views < self.state.num_blocks - 1
+            and self.make_front_views(n)
+        ):
             pass
         if n > self.state.queue.num_free:
             self.count_free(num_blocks)
@@ -606,7 +609,7 @@ cdef class BlockPool:
 
         Args:
             hashes: Chained block hashes, uint8 of shape (m, L), 1 <= L <= 32, or a
-                sequence of bytes. None is read behind the first miss.
+                sequence of bytes, of which few are read behind the first miss.
             kv_cache_group_id: Int from 0 to 2**32 - 1.
         """
         cdef HashSource source
@@ -664,15 +667,13 @@ cdef class BlockPool:
         cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
         if has_hash(block.row) and row_has_key(block.row, key):
             return 0
+        if self.holds(block, key):
+            return 0
         if block.store == <PyObject*> self.store:
-            if index_contains(&index.index, key, block.index):
-                return 0
             if has_hash(block.row):
                 index_add_side(&index.index, key, block.index, SIDE_ALIAS)
             else:
                 index_add_row(&index.index, block.index, key, num_tokens)
-            return 0
-        if index.find_block(key, block.id):
             return 0
         index.add(key, block, SIDE_ALIAS)
         if not has_hash(block.row):
@@ -680,6 +681,12 @@ cdef class BlockPool:
             block.row.block_hash_len = <uint8_t> key.length
             block.row.block_hash_num_tokens = num_tokens
         return 0
+
+    cdef bint holds(self, KVCacheBlock block, const Key* key) except -1:
+        """Whether a key has an entry of this block's id."""
+        if block.store == <PyObject*> self.store:
+            return index_contains(self.state.index, key, block.index)
+        return self.cached_block_hash_to_block.find_block(key, block.id) != 0
 
     cdef KVCacheBlock cacheable(self, object block):
         """The block, which is this pool's or one made by hand, as in vLLM's tests."""
@@ -727,9 +734,11 @@ cdef class BlockPool:
         cdef unsigned int group = as_group_id(kv_cache_group_id)
         if stop > MAX_BLOCKS // size:
             raise ValueError(f"{stop} blocks of {size} tokens are too many")
-        cdef list table = list(blocks[start:stop])
-        if len(table) != stop - start:
+        cdef Py_ssize_t first = max(start - 1, 0)
+        cdef list table = list(blocks[first:stop])
+        if len(table) != stop - first:
             raise ValueError(f"{stop} full blocks in a table of {len(blocks)}")
+        before_first = table.pop(0) if start else None
         cdef list mask = None
         if block_mask is not None:
             mask = [bool(one) for one in block_mask]
@@ -758,6 +767,8 @@ cdef class BlockPool:
         cdef list hashes = pick_block_hashes(
             source, self.hash_block_size, size, numbers
         )
+        if len(hashes) != len(numbers):
+            raise ValueError(f"{len(hashes)} block hashes for {len(numbers)} blocks")
         stored = None
         if self.enable_kv_cache_events:
             parent = None
@@ -777,8 +788,8 @@ cdef class BlockPool:
             )
         cdef list removed = []
         cdef block_id_t before = NULL_BLOCK
-        if start and type(blocks[start - 1]) is KVCacheBlock:
-            block = blocks[start - 1]
+        if type(before_first) is KVCacheBlock:
+            block = before_first
             if block.store == <PyObject*> self.store:
                 before = block.index
         # From here on nothing runs that could change the pool.
@@ -888,9 +899,9 @@ cdef class BlockPool:
             )
         cdef list removed = []
         cdef bytes name = key_bytes(&key)
-        cdef bint known = ours.block_hash == name or (
-            self.cached_block_hash_to_block.find_block(&key, ours.id) != 0
-        )
+        cdef bint known = (
+            has_hash(ours.row) and row_has_key(ours.row, &key)
+        ) or self.holds(ours, &key)
         if index_reserve(self.state.index, 1, 1) < 0:
             raise MemoryError("cannot cache one more block")
         if replace or (
@@ -932,12 +943,14 @@ cdef class BlockPool:
         held = as_hashes(hashes, &source)
         if source.count != n:
             raise ValueError(f"{source.count} block hashes for {n} block ids")
-        check_hashes(&source, 0)
         stored = None
         if self.enable_kv_cache_events and n:
+            check_hashes(&source, 0)
             stored = pool_events.stored_event_of_ids(
                 self, [bytes(held[i]) for i in range(n) if data[i] != NULL_BLOCK], group
             )
+        # From here on nothing runs that could change the pool or the list.
+        check_hashes(&source, 0)
         bad = pool_can_cache(&self.state, data, n)
         if bad >= 0:
             if not is_block(&self.state, data[bad]):
@@ -1121,7 +1134,7 @@ cdef class BlockPool:
             if has_hash(&self.state.rows[i]):
                 clear_hash(&self.state.rows[i])
                 self.state.rows[i].flags &= ~<uint8_t> FLAG_INDEXED
-        self.cached_block_hash_to_block.objects.clear()
+        self.cached_block_hash_to_block.forget_all()
         watchers = list(self.watchers.items())
         self.watchers.clear()
         for block_id, watcher in watchers:

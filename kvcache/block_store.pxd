@@ -9,7 +9,7 @@ cdef class BlockStore:
     cdef void* memory               # what `rows` was cut from, for free()
     cdef readonly block_id_t num_blocks
     cdef PyObject** views           # pool: strong references, NULL until asked for
-    cdef block_id_t num_views       # how many of them are made
+    cdef block_id_t num_views       # how many of them are made, block 0 aside
     cdef list adopted               # hand-made queue: the block in each row, or None
     cdef list vacant                # hand-made queue: rows that hold no block
     cdef PyObject* owner            # the pool, borrowed; it clears this when it goes

@@ -29,6 +29,7 @@ from kvcache._types cimport (
     MAX_REF_CNT,
     NO_NUM_TOKENS,
     NOT_LINKED,
+    NULL_BLOCK,
     BlockMeta,
     block_id_t,
     clear_hash,
@@ -218,7 +219,7 @@ cdef class BlockStore:
         block.index = block.id = index
         Py_INCREF(block)
         self.views[index] = <PyObject*> block
-        self.num_views += 1
+        self.num_views += index != NULL_BLOCK
         return block
 
     cdef int reserve(self, Py_ssize_t extra) except -1:

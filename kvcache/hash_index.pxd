@@ -136,12 +136,15 @@ cdef bytes key_bytes(const Key* key)
 cdef class BlockHashToBlockMap:
     cdef HashIndex index
     cdef BlockStore store   # the pool's rows; None in a map made by hand
-    cdef dict objects       # side entry -> the hand-made block it names
+    cdef dict objects       # side entry of a hand-made block -> the block
+    cdef dict entries       # its key and block id -> the side entry
 
     @staticmethod
     cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching)
     cdef object block_of(self, int32_t entry)
-    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) noexcept
+    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) except? -1
+    cdef int forget(self, int32_t entry) except -1
+    cdef int forget_all(self) except -1
     cdef KVCacheBlock accepted(self, object block)
     cdef int add(self, const Key* key, KVCacheBlock block, int32_t kind) except -1
     cdef int replace(self, int32_t old, const Key* key, KVCacheBlock block) except -1

@@ -526,7 +526,7 @@ cdef class BlockHashToBlockMap:
     """
 
     def __cinit__(self):
-        self.objects = {}
+        self.objects, self.entries = {}, {}
         if index_init(&self.index, NULL, 0, 0) < 0:
             raise MemoryError("cannot allocate an empty map")
 
@@ -564,24 +564,39 @@ cdef class BlockHashToBlockMap:
     cdef object block_of(self, int32_t entry):
         cdef block_id_t block = entry_block(&self.index, entry)
         if block == FOREIGN:
-            return self.objects[-entry]
+            return self.objects[-entry][0]
         return self.store.view(block)
 
-    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) noexcept:
-        """The entry of a key that names the block id, or 0. O(copies of the key)."""
-        cdef int32_t entry
+    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) except? -1:
+        """The entry of a key that names the block id, or 0."""
+        cdef int32_t k
         if 0 <= block_id < self.index.num_rows:
             if self.index.rows[block_id].flags & FLAG_INDEXED:
-                if entry_has_key(&self.index, <int32_t> block_id + 1, key):
+                if row_has_key(&self.index.rows[block_id], key):
                     return <int32_t> block_id + 1
-        entry = index_find(&self.index, key)
-        while entry:
-            if entry > 0 or self.index.side[-entry - 1].block != FOREIGN:
-                if entry_block(&self.index, entry) == block_id:
-                    return entry
-            elif (<KVCacheBlock> self.objects[-entry]).id == block_id:
-                return entry
-            entry = entry_next(&self.index, entry)[0]
+            k = 0 if self.index.first_side == NULL else self.index.first_side[block_id]
+            while k:
+                if same_key(&self.index.side[k - 1].key, key):
+                    return -k
+                k = self.index.side[k - 1].next_of_block
+        if not self.entries:
+            return 0
+        return -<int32_t> self.entries.get((key_bytes(key), block_id), 0)
+
+    cdef int forget(self, int32_t entry) except -1:
+        """Remove an entry, and what is kept for it if it names a hand-made block."""
+        cdef Key key
+        entry_key(&self.index, entry, &key)
+        index_remove(&self.index, entry)
+        if entry < 0 and -entry in self.objects:
+            block, block_id = self.objects.pop(-entry)
+            del self.entries[key_bytes(&key), block_id]
+        return 0
+
+    cdef int forget_all(self) except -1:
+        """Let go of the hand-made blocks, when the index was cleared."""
+        objects, self.objects, self.entries = self.objects, {}, {}
+        objects.clear()
         return 0
 
     cdef KVCacheBlock accepted(self, object block):
@@ -603,8 +618,10 @@ cdef class BlockHashToBlockMap:
         if index_reserve(&self.index, 1, 1) < 0:
             raise MemoryError(f"cannot grow a map of {self.index.num_keys} keys")
         if self.store is None or block.store != <PyObject*> self.store:
+            name = (key_bytes(key), block.id)
             entry = index_add_side(&self.index, key, FOREIGN, kind)
-            self.objects[-entry] = block
+            self.objects[-entry] = (block, block.id)
+            self.entries[name] = -entry
             return 0
         row = &self.index.rows[block.index]
         if has_hash(row) and not row.flags & FLAG_INDEXED and row_has_key(row, key):
@@ -619,8 +636,12 @@ cdef class BlockHashToBlockMap:
         cdef int32_t new, before, behind, head, youngest
         cdef int64_t at
         if old < 0 and -old in self.objects and self.store is None:
-            self.objects[-old] = block
+            self.objects[-old] = (block, block.id)
             return 0
+        if old < 0 and -old in self.objects:
+            # Both go by one key and id: the new one's name is noted after the old's.
+            del self.entries[key_bytes(key), block.id]
+            held, _ = self.objects.pop(-old)
         self.add(key, block, SIDE_INSERTED)
         head = index_find(index, key)
         new = entry_prev(index, head)[0]
@@ -638,8 +659,7 @@ cdef class BlockHashToBlockMap:
             entry_next(index, before)[0] = new
             entry_prev(index, new)[0] = before
         entry_prev(index, old)[0] = new
-        index_remove(index, old)
-        self.objects.pop(-old, None)
+        self.forget(old)
         return 0
 
     cdef int append_keys(self, block_id_t block, list keys, bint own) except -1:
@@ -668,11 +688,10 @@ cdef class BlockHashToBlockMap:
         """Remove the pool-made entries of a hand-made block; their keys."""
         cdef list keys = []
         cdef int32_t k
-        for k, held in list(self.objects.items()):
+        for k, (held, _) in list(self.objects.items()):
             if held is block:
                 keys.append(key_bytes(&self.index.side[k - 1].key))
-                index_remove(&self.index, -k)
-                del self.objects[k]
+                self.forget(-k)
         return keys
 
     def _drop_block(self, block_id):
@@ -744,9 +763,7 @@ cdef class BlockHashToBlockMap:
         if entry == 0:
             return None
         block = self.block_of(entry)
-        index_remove(&self.index, entry)
-        if entry < 0:
-            self.objects.pop(-entry, None)
+        self.forget(entry)
         return block
 
     def __len__(self):

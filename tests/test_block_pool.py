@@ -994,6 +994,77 @@ print(len(pool.cached_block_hash_to_block), end.block_hash)
     assert printed == "2 None"
 
 
+FULL_REQUEST = """
+class Request:
+    block_hashes = [b"%04d" % number for number in range(1000)]
+    all_token_ids = list(range(16_000))
+    lora_request = session_id = cache_salt = prompt_embeds = None
+    mm_features = ()
+
+pool = BlockPool(2000, True, 16, enable_kv_cache_events=True)
+blocks = pool.get_new_blocks(1000)
+
+def attempt(call):
+    before = pool.blocks.as_array().tobytes()
+    try:
+        call()
+    except (TypeError, ValueError, IndexError):
+        assert pool.blocks.as_array().tobytes() == before
+        assert pool.take_events() == []
+    pool.check()
+"""
+
+
+def test_a_table_that_shrinks_while_its_request_is_read_does_no_harm() -> None:
+    printed = run_apart(f"""{FULL_REQUEST}
+class Shrinking(Request):
+    @property
+    def all_token_ids(self):
+        blocks.clear()
+        return list(range(16_000))
+
+attempt(lambda: pool.cache_full_blocks(Shrinking(), blocks, 999, 1000, 16, 0))
+print("done")
+""")
+    assert printed == "done"
+
+
+def test_hashes_that_are_fewer_than_they_say_do_no_harm() -> None:
+    printed = run_apart(f"""{FULL_REQUEST}
+class Boasting:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        return [] if isinstance(index, slice) else b"hash"
+
+class Request(Request):
+    block_hashes = Boasting()
+
+for events in (False, True):
+    pool.enable_kv_cache_events = events
+    attempt(lambda: pool.cache_full_blocks(Request(), blocks, 0, 1000, 16, 0))
+print("done")
+""")
+    assert printed == "done"
+
+
+def test_hashes_that_shrink_while_the_event_is_made_do_no_harm() -> None:
+    printed = run_apart(f"""{FULL_REQUEST}
+class Shrinking:
+    def __init__(self, **fields):
+        hashes.clear()
+
+use_event_classes(EventClasses(Shrinking, BlockRemoved, AllBlocksCleared))
+for ids in ([block.block_id for block in blocks], [1] * 1000):
+    hashes = list(Request.block_hashes)
+    attempt(lambda: pool.cache_block_ids(ids, hashes))
+    pool.evict_block_ids(ids)
+    pool.take_events()
+print("done")
+""")
+    assert printed == "done"
+
+
 def test_two_blocks_may_hold_the_same_content_and_the_first_answers(
     pool: BlockPool,
 ) -> None:

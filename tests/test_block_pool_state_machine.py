@@ -818,7 +818,11 @@ def mistakes(pair: Pair, other: Pair) -> Iterator[tuple]:
 def test_pools_do_what_their_models_do(caching: bool, events: bool) -> None:
     run_state_machine_as_test(
         partial(PoolMachine, caching, events),
-        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
+        settings=settings(
+            RuleBasedStateMachine.TestCase.settings,
+            max_examples=100,
+            stateful_step_count=40,
+        ),
     )
 
 

@@ -273,7 +273,11 @@ def same(found: Iterable[KVCacheBlock], expected: list[KVCacheBlock]) -> bool:
 def test_queues_do_what_lists_do() -> None:
     run_state_machine_as_test(
         QueueMachine,
-        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
+        settings=settings(
+            RuleBasedStateMachine.TestCase.settings,
+            max_examples=100,
+            stateful_step_count=40,
+        ),
     )
 
 

@@ -138,7 +138,11 @@ class HandMadeMapMachine(RuleBasedStateMachine):
 def test_a_map_made_by_hand_does_what_dicts_do() -> None:
     run_state_machine_as_test(
         HandMadeMapMachine,
-        settings=settings(max_examples=60, stateful_step_count=30, deadline=None),
+        settings=settings(
+            RuleBasedStateMachine.TestCase.settings,
+            max_examples=60,
+            stateful_step_count=30,
+        ),
     )
 
 
@@ -284,7 +288,11 @@ class PoolMapMachine(RuleBasedStateMachine):
 def test_a_map_of_a_pool_does_what_dicts_do() -> None:
     run_state_machine_as_test(
         PoolMapMachine,
-        settings=settings(max_examples=100, stateful_step_count=30, deadline=None),
+        settings=settings(
+            RuleBasedStateMachine.TestCase.settings,
+            max_examples=100,
+            stateful_step_count=30,
+        ),
     )
 
 
