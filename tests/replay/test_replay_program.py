@@ -1,11 +1,13 @@
 """`kvcache` as a process: the progress bar, Ctrl-C, closed pipes, imports."""
 
+import contextlib
 import io
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ def start(
     path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", program, "replay", *args],
+        # A checkout's own folder holds the package uncompiled: start elsewhere.
+        cwd=os.path.dirname(__file__),
         env={**os.environ, "PYTHONPATH": path},
         text=True,
         stdout=stdout,
@@ -92,10 +96,16 @@ def test_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     process = start(pipe, "--block-size", "16")
-    # Opens once the program does; from then on it waits for rows.
-    with pipe.open("w"):
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "")
+    writer = None
+    while writer is None:
+        # Succeeds once the program reads; from then on it waits for rows.
+        with contextlib.suppress(OSError):
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    os.close(writer)
     assert process.returncode == 130
 
 
