@@ -589,7 +589,7 @@ cdef class BlockHashToBlockMap:
         entry_key(&self.index, entry, &key)
         index_remove(&self.index, entry)
         if entry < 0 and -entry in self.objects:
-            block, block_id = self.objects.pop(-entry)
+            _block, block_id = self.objects.pop(-entry)
             del self.entries[key_bytes(&key), block_id]
         return 0
 
@@ -641,7 +641,7 @@ cdef class BlockHashToBlockMap:
         if old < 0 and -old in self.objects:
             # Both go by one key and id: the new one's name is noted after the old's.
             del self.entries[key_bytes(key), block.id]
-            held, _ = self.objects.pop(-old)
+            _held = self.objects.pop(-old)
         self.add(key, block, SIDE_INSERTED)
         head = index_find(index, key)
         new = entry_prev(index, head)[0]

@@ -3,9 +3,9 @@
 import hashlib
 import subprocess
 import sys
-from pathlib import Path
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
