@@ -20,9 +20,7 @@ from measure import Unavailable
 
 SOURCE = """
 # cython: language_level=3
-from kvcache cimport (
-    BlockPool, PoolState, block_id_t, pool_free, pool_get, pool_scratch
-)
+from kvcache cimport BlockPool, PoolState, block_id_t, pool_free, pool_get
 
 cdef enum:
     MOST = 4096
@@ -35,8 +33,6 @@ def get_and_free(BlockPool pool not None, Py_ssize_t n, Py_ssize_t loops):
     cdef Py_ssize_t i, failed = 0
     if not 0 < n <= MOST:
         raise ValueError(f"n must be from 1 to {MOST}, got {n}")
-    if pool_scratch(state, 2 * n) < 0:
-        raise MemoryError
     with nogil:
         for i in range(loops):
             failed += pool_get(state, ids, n) < 0 or pool_free(state, ids, n) >= 0

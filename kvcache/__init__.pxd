@@ -7,7 +7,6 @@ from kvcache.pool_state cimport (
     pool_can_free,
     pool_free,
     pool_get,
-    pool_scratch,
     pool_touch,
     pool_unpin,
 )

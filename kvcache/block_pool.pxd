@@ -20,6 +20,8 @@ cdef class BlockPool:
     cdef public object metrics_collector
     cdef public object medium
     cdef dict watchers      # block id -> on_reuse of unpin_blocks
+    cdef block_id_t* scratch        # room for scratch_size ids, for one call's length
+    cdef Py_ssize_t scratch_size
     cdef object __weakref__
 
     cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1

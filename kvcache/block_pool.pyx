@@ -30,6 +30,7 @@ from kvcache._args cimport (
     new_ids,
     next_digests,
 )
+from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
     FLAG_INDEXED,
@@ -69,12 +70,12 @@ from kvcache.pool_state cimport (
     pool_can_free,
     pool_free,
     pool_get,
-    pool_scratch,
     pool_touch,
     pool_unpin,
     return_freed,
     set_first,
     take_first,
+    undo_drop,
 )
 
 from kvcache import pool_events
@@ -162,7 +163,7 @@ cdef class BlockPool:
 
     def __dealloc__(self):
         self.store.owner = NULL
-        PyMem_RawFree(self.state.scratch)
+        PyMem_RawFree(self.scratch)
 
     cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1:
         cdef BlockStore store = BlockStore(num_blocks)
@@ -227,16 +228,19 @@ cdef class BlockPool:
         return (
             self.store.nbytes
             + self.cached_block_hash_to_block.nbytes
-            + self.state.scratch_size * sizeof(block_id_t)
+            + self.scratch_size * sizeof(block_id_t)
         )
 
     # -- arguments ---------------------------------------------------------------
 
     cdef block_id_t* room_for(self, Py_ssize_t n) except NULL:
-        """Scratch for n ids, and behind them for what `drop_references` notes."""
-        if pool_scratch(&self.state, 3 * n + 1) < 0:
-            raise MemoryError(f"cannot allocate scratch for {n} block ids")
-        return self.state.scratch + 2 * n
+        """Scratch for n ids; what it held is lost."""
+        cdef block_id_t* bigger
+        if n >= self.scratch_size:
+            bigger = <block_id_t*> allocate(2 * n + 64, sizeof(block_id_t), "ids")
+            PyMem_RawFree(self.scratch)
+            self.scratch, self.scratch_size = bigger, 2 * n + 64
+        return self.scratch
 
     cdef block_id_t* ids_of(self, object blocks, Py_ssize_t n) except NULL:
         """Ids of a list of this pool's blocks, in scratch; null blocks become id 0."""
@@ -355,8 +359,7 @@ cdef class BlockPool:
         cdef bint holding = False
         cdef block_id_t block
         cdef PyObject* view
-        if n > self.state.scratch_size:
-            self.room_for(n)
+        self.room_for(n)
         # From the last of these on, nothing runs that could change the queue.
         while (
             self.store.num_views < self.state.num_blocks - 1
@@ -372,11 +375,11 @@ cdef class BlockPool:
             view = self.store.views[block]
             Py_INCREF(<object> view)
             PyList_SET_ITEM(blocks, i, <object> view)
-            self.state.scratch[i] = block
+            self.scratch[i] = block
             block = take_first(&self.state, block, &holding)
         set_first(&self.state, block, n)
         if holding:
-            evict_taken(&self.state, self.state.scratch, n)
+            evict_taken(&self.state, self.scratch, n)
         if removed is not None:
             self.emit_removed(removed)
         if self.metrics_collector is not None or self.watchers:
@@ -419,9 +422,7 @@ cdef class BlockPool:
         cdef KVCacheBlock block
         cdef Freed freed
         cdef Py_ssize_t i, k
-        if 2 * n > self.state.scratch_size:
-            self.room_for(n)
-        freed_init(&self.state, &freed, n, False)
+        freed_init(&self.state, &freed, False)
         for i in range(n):
             block = <KVCacheBlock> items[i]
             if (
@@ -437,7 +438,7 @@ cdef class BlockPool:
             for k in range(i):
                 block = <KVCacheBlock> items[k]
                 if block.index != NULL_BLOCK:
-                    block.row.ref_cnt += 1
+                    undo_drop(block.row)
             self.free_by_pool(ordered_blocks)
             return
         return_freed(&self.state, &freed)
@@ -488,7 +489,6 @@ cdef class BlockPool:
         cdef cnp.ndarray array = as_ids(ids)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0)
         cdef block_id_t* data = <block_id_t*> cnp.PyArray_DATA(array)
-        self.room_for(n)
         cdef Py_ssize_t bad = pool_free(&self.state, data, n)
         if bad >= 0:
             self.refuse(bad, data, "is freed more often than it is used")

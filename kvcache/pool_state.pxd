@@ -34,16 +34,19 @@ cdef struct PoolState:
     bint enable_caching
     FreeQueue* queue
     HashIndex* index
-    block_id_t* scratch     # room for scratch_size ids, for the length of one call
-    Py_ssize_t scratch_size
 
-# Blocks that lost their last reference, where they go in the queue. Kept in `scratch`.
+# Blocks that lost their last reference, strung on two chains that will join the queue.
+# Until `return_freed` nothing but their own rows has changed.
 cdef struct Freed:
-    block_id_t* front       # uncached
-    block_id_t* back        # cached, or all of them
-    Py_ssize_t num_front
-    Py_ssize_t num_back
-    bint all_back
+    block_id_t front_first  # uncached
+    block_id_t front_last
+    block_id_t back_first   # cached, or all of them
+    block_id_t back_last
+    block_id_t* front_next  # where the next one's id goes
+    block_id_t* back_next
+    block_id_t old_last     # of the queue
+    block_id_t num_freed
+    int32_t least_len       # of the hash of what goes to the back
 
 
 cdef inline bint is_block(const PoolState* pool, block_id_t block) noexcept nogil:
@@ -82,13 +85,14 @@ cdef inline void set_first(
 
 
 cdef inline void freed_init(
-    PoolState* pool, Freed* freed, Py_ssize_t n, bint all_back
+    PoolState* pool, Freed* freed, bint all_back
 ) noexcept nogil:
-    """Room for n blocks of either kind, in scratch."""
-    freed.all_back = all_back
-    freed.front = pool.scratch
-    freed.back = pool.scratch + n
-    freed.num_front = freed.num_back = 0
+    freed.front_last = ANCHOR
+    freed.back_last = freed.old_last = pool.rows[ANCHOR].prev_free_block
+    freed.front_next = &freed.front_first
+    freed.back_next = &freed.back_first
+    freed.num_freed = 0
+    freed.least_len = 0 if all_back else 1 if pool.enable_caching else 255
 
 
 cdef inline bint drop_reference(
@@ -99,13 +103,39 @@ cdef inline bint drop_reference(
         return False
     row.ref_cnt -= 1
     if row.ref_cnt == 0:
-        if freed.all_back or (pool.enable_caching and has_hash(row)):
-            freed.back[freed.num_back] = block
-            freed.num_back += 1
+        freed.num_freed += 1
+        if row.block_hash_len >= freed.least_len:
+            freed.back_next[0] = block
+            freed.back_next = &row.next_free_block
+            row.prev_free_block = freed.back_last
+            freed.back_last = block
         else:
-            freed.front[freed.num_front] = block
-            freed.num_front += 1
+            freed.front_next[0] = block
+            freed.front_next = &row.next_free_block
+            row.prev_free_block = freed.front_last
+            freed.front_last = block
     return True
+
+
+cdef inline void undo_drop(BlockMeta* row) noexcept nogil:
+    row.ref_cnt += 1
+    row.prev_free_block = row.next_free_block = NOT_LINKED
+
+
+cdef inline void return_freed(PoolState* pool, Freed* freed) noexcept nogil:
+    """Link freed blocks: uncached ones in front, cached ones behind, in their order."""
+    cdef BlockMeta* rows = pool.rows
+    cdef block_id_t first
+    # Least recently used first out.
+    freed.back_next[0] = ANCHOR
+    rows[freed.old_last].next_free_block = freed.back_first
+    rows[ANCHOR].prev_free_block = freed.back_last
+    # Nothing to reuse but the memory, which is warm: next out.
+    first = rows[ANCHOR].next_free_block
+    freed.front_next[0] = first
+    rows[first].prev_free_block = freed.front_last
+    rows[ANCHOR].next_free_block = freed.front_first
+    pool.queue.num_free += freed.num_freed
 
 
 cdef inline void touch_row(
@@ -121,8 +151,7 @@ cdef inline void touch_row(
 # n blocks from the front into `ids`, evicting what they held; how many were evicted,
 # or -1 and nothing done if fewer than n are free.
 cdef Py_ssize_t pool_get(PoolState* pool, block_id_t* ids, Py_ssize_t n) noexcept nogil
-# One reference less for each id; blocks without users go back to the queue. Needs
-# room for 2 n ids in `scratch`, as do the next two.
+# One reference less for each id; blocks without users go back to the queue.
 cdef Py_ssize_t pool_free(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
@@ -143,9 +172,6 @@ cdef Py_ssize_t pool_touch(
 cdef Py_ssize_t pool_can_cache(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
-cdef void return_freed(PoolState* pool, const Freed* freed) noexcept nogil
 cdef Py_ssize_t evict_taken(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
-# Room for n ids in `scratch`; -1 if there is no memory.
-cdef int pool_scratch(PoolState* pool, Py_ssize_t n) noexcept nogil

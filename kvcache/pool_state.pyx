@@ -5,10 +5,8 @@ a `BlockPool` owns.
 Invariant: each function checks its whole batch before the first write.
 Costs: O(1) a block. Threads: one at a time on one pool; the caller sees to it.
 """
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport uint8_t
 
-from kvcache._memory cimport zeroed
 from kvcache._types cimport (
     ANCHOR,
     MAX_REF_CNT,
@@ -47,7 +45,7 @@ cdef Py_ssize_t evict_taken(
     return evicted
 
 
-cdef Py_ssize_t drop_references(
+cdef inline Py_ssize_t drop_references(
     PoolState* pool,
     const block_id_t* ids,
     Py_ssize_t n,
@@ -59,7 +57,7 @@ cdef Py_ssize_t drop_references(
     Undone, and the place of the culprit returned, where an id has none to give.
     """
     cdef Py_ssize_t i
-    freed_init(pool, freed, n, all_back)
+    freed_init(pool, freed, all_back)
     for i in range(n):
         if ids[i] == NULL_BLOCK:
             continue
@@ -77,7 +75,7 @@ cdef void add_references(
     cdef Py_ssize_t i
     for i in range(n):
         if ids[i] != NULL_BLOCK:
-            pool.rows[ids[i]].ref_cnt += 1
+            undo_drop(&pool.rows[ids[i]])
 
 
 cdef Py_ssize_t pool_can_free(
@@ -98,33 +96,6 @@ cdef Py_ssize_t pool_free(
     if bad < 0:
         return_freed(pool, &freed)
     return bad
-
-
-cdef void return_freed(PoolState* pool, const Freed* freed) noexcept nogil:
-    """Link freed blocks: uncached ones in front, cached ones behind, in their order."""
-    cdef BlockMeta* rows = pool.rows
-    cdef block_id_t first = rows[ANCHOR].next_free_block
-    cdef block_id_t at = ANCHOR
-    cdef block_id_t block
-    cdef Py_ssize_t i
-    # Nothing to reuse but the memory, which is warm: next out.
-    for i in range(freed.num_front):
-        block = freed.front[i]
-        rows[at].next_free_block = block
-        rows[block].prev_free_block = at
-        at = block
-    rows[at].next_free_block = first
-    rows[first].prev_free_block = at
-    # Least recently used first out.
-    at = rows[ANCHOR].prev_free_block
-    for i in range(freed.num_back):
-        block = freed.back[i]
-        rows[at].next_free_block = block
-        rows[block].prev_free_block = at
-        at = block
-    rows[at].next_free_block = ANCHOR
-    rows[ANCHOR].prev_free_block = at
-    pool.queue.num_free += <block_id_t> (freed.num_front + freed.num_back)
 
 
 cdef Py_ssize_t pool_unpin(
@@ -172,15 +143,3 @@ cdef Py_ssize_t pool_can_cache(
         if ids[k] != NULL_BLOCK:
             pool.rows[ids[k]].flags &= ~<uint8_t> FLAG_IN_BATCH
     return bad
-
-
-cdef int pool_scratch(PoolState* pool, Py_ssize_t n) noexcept nogil:
-    cdef block_id_t* bigger
-    if n > pool.scratch_size:
-        bigger = <block_id_t*> zeroed(2 * n + 64, sizeof(block_id_t))
-        if bigger == NULL:
-            return -1
-        PyMem_RawFree(pool.scratch)
-        pool.scratch = bigger
-        pool.scratch_size = 2 * n + 64
-    return 0

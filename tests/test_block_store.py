@@ -908,14 +908,13 @@ def test_nbytes_follows_what_a_pool_does() -> None:
         pool = BlockPool(10_000, True, UNIT)
         pool.get_new_block_ids(1)
         slack = tracemalloc.get_traced_memory()[0] - pool.nbytes
-        sizes = {pool.nbytes}
+        size = pool.nbytes
         pool.free_block_ids(pool.get_new_block_ids(5_000))
-        sizes.add(pool.nbytes)
+        assert pool.nbytes == size  # ids are handed out and taken back in place
         for number in range(100):
             key = key_of(number)
             pool.cached_block_hash_to_block.insert(key, pool.blocks[1])
-        sizes.add(pool.nbytes)
-        assert len(sizes) == 3
+        assert pool.nbytes > size
         # One view was made, and its 8 bytes a block are counted.
         traced = tracemalloc.get_traced_memory()[0]
         assert abs(traced - pool.nbytes - slack) < 5_000

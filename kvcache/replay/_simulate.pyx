@@ -25,7 +25,6 @@ from kvcache.pool_state cimport (
     PoolState,
     pool_free,
     pool_get,
-    pool_scratch,
     pool_touch,
 )
 
@@ -66,8 +65,6 @@ cdef class PoolReplay:
             self.digest = hashlib.sha256()
             self.text = <char*> allocate(TEXT_BYTES, 1, "text")
         self.ids = <block_id_t*> allocate(num_blocks, sizeof(block_id_t), "block ids")
-        if pool_scratch(&pool.state, 2 * num_blocks) < 0:
-            raise MemoryError(f"cannot allocate scratch for {num_blocks} block ids")
         self.pool = pool
 
     def __dealloc__(self):
