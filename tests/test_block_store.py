@@ -858,7 +858,9 @@ def pool_with_all_views(num_blocks: int) -> BlockPool:
 def test_views_add_nothing_to_the_collector_however_many_there_are() -> None:
     few = tracked_by(lambda: pool_with_all_views(100))
     many = tracked_by(lambda: pool_with_all_views(100_000))
-    assert few == many < 100
+    # The collector may track a dict or a tuple of its own in between.
+    assert abs(many - few) < 10
+    assert many < 100
 
 
 def test_blocks_that_were_used_and_cached_add_nothing_to_the_collector() -> None:
@@ -869,7 +871,7 @@ def test_blocks_that_were_used_and_cached_add_nothing_to_the_collector() -> None
         return pool
 
     few, many = tracked_by(lambda: use(10)), tracked_by(lambda: use(10_000))
-    assert few == many
+    assert abs(many - few) < 10
 
 
 def test_a_view_is_not_tracked_and_a_hand_linked_block_is(pool: BlockPool) -> None:
