@@ -845,7 +845,7 @@ def tracked_by(make: Callable[[], object]) -> int:
 
 
 def test_a_pool_of_a_million_blocks_adds_few_objects_to_the_collector() -> None:
-    assert tracked_by(lambda: [[] for _ in range(1_000)]) >= 1_000  # it does count
+    assert tracked_by(lambda: [[] for _ in range(1_000)]) > 900  # it does count
     assert tracked_by(lambda: BlockPool(1_000_000, True, UNIT)) < 100
 
 
