@@ -3,6 +3,8 @@
 cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
 
+from kvcache._types cimport Key
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object, int*) except? -1
 
@@ -33,7 +35,7 @@ cdef inline Py_ssize_t as_int(
     return refuse_int(value, name, low, high)
 
 
-cdef Py_ssize_t as_key(object value) except -1
+cdef int read_key(object value, Key* key) except -1
 cdef Py_ssize_t check_digest(object value) except -1
 cdef unsigned int as_group_id(object value) except? 0
 cdef cnp.ndarray as_ids(object ids)

@@ -12,7 +12,7 @@ from libc.string cimport memset
 
 import numpy as np
 
-from kvcache._types cimport MAX_DIGEST_BYTES, MAX_KEY_BYTES
+from kvcache._types cimport MAX_DIGEST_BYTES, MAX_KEY_BYTES, Key, key_from_bytes
 
 cnp.import_array()
 
@@ -35,8 +35,8 @@ cdef unsigned int as_group_id(object value) except? 0:
     return <unsigned int> as_int(value, "kv_cache_group_id", 0, 2**32 - 1)
 
 
-cdef Py_ssize_t as_key(object value) except -1:
-    """Length of a key, which is bytes, 1 to 36 of them."""
+cdef int read_key(object value, Key* key) except -1:
+    """A key, which is bytes, 1 to 36 of them."""
     if not PyBytes_Check(value):
         raise TypeError(f"a key must be bytes, got {value!r}")
     cdef Py_ssize_t length = PyBytes_GET_SIZE(value)
@@ -44,7 +44,10 @@ cdef Py_ssize_t as_key(object value) except -1:
         raise ValueError(
             f"a key has 1 to {MAX_KEY_BYTES} bytes, got {length}: {value!r}"
         )
-    return length
+    key_from_bytes(
+        key, <const unsigned char*> PyBytes_AS_STRING(value), <unsigned int> length
+    )
+    return 0
 
 
 cdef Py_ssize_t check_digest(object value) except -1:

@@ -20,17 +20,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache._args cimport as_int, as_key
+from kvcache._args cimport as_int, read_key
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
     FLAG_NULL,
     MAX_BLOCKS,
+    MAX_KEY_BYTES,
     MAX_REF_CNT,
     NO_NUM_TOKENS,
     NOT_LINKED,
     NULL_BLOCK,
     BlockMeta,
+    Key,
     block_id_t,
     clear_hash,
 )
@@ -435,8 +437,9 @@ cdef class KVCacheBlock:
     @_block_hash.setter
     def _block_hash(self, value):
         # vLLM's dataclass has this as a plain field, and its tests set it.
+        cdef Key key
         if value is not None:
-            as_key(value)
+            read_key(value, &key)
         self.reset_hash()
         if value is not None:
             self.set_block_hash(value)
@@ -460,7 +463,8 @@ cdef class KVCacheBlock:
             ValueError: The key is not 1 to 36 bytes long.
         """
         cdef block_id_t tokens = NO_NUM_TOKENS
-        cdef Py_ssize_t length = as_key(block_hash)
+        cdef Key key
+        read_key(block_hash, &key)
         if num_tokens is not None:
             tokens = <block_id_t> as_int(num_tokens, "num_tokens", 0, MAX_BLOCKS)
         if self.row.block_hash_len or self.row.block_hash_num_tokens != NO_NUM_TOKENS:
@@ -470,8 +474,8 @@ cdef class KVCacheBlock:
             )
         if self.row == &blank:
             raise ValueError("the block was not initialised")
-        memcpy(self.row.block_hash, <const char*> <bytes> block_hash, length)
-        self.row.block_hash_len = <unsigned char> length
+        memcpy(self.row.block_hash, key.words, MAX_KEY_BYTES)
+        self.row.block_hash_len = <unsigned char> key.length
         self.row.block_hash_num_tokens = tokens
 
     def reset_hash(self):

@@ -16,7 +16,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
-from kvcache._args cimport as_int, as_key
+from kvcache._args cimport as_int, read_key
 from kvcache._memory cimport allocate, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
@@ -25,7 +25,6 @@ from kvcache._types cimport (
     MAX_BLOCKS,
     MAX_KEY_BYTES,
     has_hash,
-    key_from_bytes,
     key_of_row,
     load_word,
     make_key,
@@ -724,14 +723,14 @@ cdef class BlockHashToBlockMap:
     def get_one_block(self, key):
         """The block that was cached first under a key, or None."""
         cdef Key wanted
-        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        read_key(key, &wanted)
         cdef int32_t entry = index_find(&self.index, &wanted)
         return self.block_of(entry) if entry else None
 
     def contain(self, key, block_id):
         """Whether a key names the block id."""
         cdef Key wanted
-        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        read_key(key, &wanted)
         cdef Py_ssize_t block = as_int(block_id, "block_id", -2**31, 2**31)
         return self.find_block(&wanted, block) != 0
 
@@ -745,7 +744,7 @@ cdef class BlockHashToBlockMap:
         cdef Key wanted
         cdef KVCacheBlock ours = self.accepted(block)
         cdef int32_t entry
-        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        read_key(key, &wanted)
         entry = self.find_block(&wanted, ours.id)
         if entry == 0:
             self.add(&wanted, ours, SIDE_INSERTED)
@@ -756,7 +755,7 @@ cdef class BlockHashToBlockMap:
     def pop(self, key, block_id):
         """Remove the entry of a key that names the block id; that block, or None."""
         cdef Key wanted
-        key_from_bytes(&wanted, <const uint8_t*> <char*> <bytes> key, as_key(key))
+        read_key(key, &wanted)
         cdef int32_t entry = self.find_block(
             &wanted, as_int(block_id, "block_id", -2**31, 2**31)
         )
