@@ -10,6 +10,7 @@ from kvcache.block_store import BlockStore, KVCacheBlock
 from kvcache.events import MEDIUM_GPU as MEDIUM_GPU
 from kvcache.free_queue import FreeKVCacheBlockQueue
 from kvcache.hash_index import BlockHashToBlockMap
+from kvcache.hashing.keyed_hash import Keyed
 
 logger: Logger
 
@@ -102,6 +103,12 @@ class BlockPool:
     ) -> list[list[KVCacheBlock]]: ...
     def match_prefix_ids(
         self, hashes: _Hashes, kv_cache_group_id: int = 0
+    ) -> NDArray[np.int32]: ...
+    def match_prefix_tokens(
+        self,
+        tokens: Iterable[int] | NDArray[np.integer[Any]],
+        hasher: Keyed,
+        kv_cache_group_id: int = 0,
     ) -> NDArray[np.int32]: ...
     def cache_full_blocks(
         self,

@@ -14,7 +14,7 @@ from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 
 import logging
@@ -24,11 +24,11 @@ from kvcache._args cimport (
     as_hashes,
     as_ids,
     as_int,
-    as_key,
     check_digest,
     check_hashes,
     new_ids,
     next_digests,
+    read_key,
 )
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
@@ -41,7 +41,6 @@ from kvcache._types cimport (
     clear_hash,
     has_hash,
     group_suffix,
-    key_from_bytes,
     make_key,
     row_has_key,
 )
@@ -59,6 +58,7 @@ from kvcache.hash_index cimport (
     index_reserve,
     key_bytes,
 )
+from kvcache.hashing.keyed_hash cimport Keyed, as_tokens
 from kvcache.invariants cimport check_pool
 from kvcache.pool_state cimport (
     Freed,
@@ -77,6 +77,7 @@ from kvcache.pool_state cimport (
     take_first,
     undo_drop,
 )
+from kvcache.token_match cimport match_tokens
 
 from kvcache import pool_events
 from kvcache.errors import BlockStateError, NoFreeBlocksError
@@ -621,6 +622,37 @@ cdef class BlockPool:
         )
         return ids if n == source.count else ids[:n].copy()
 
+    def match_prefix_tokens(self, tokens, hasher, kv_cache_group_id=0):
+        """Ids of the longest cached prefix of a prompt, int32, shape (n,).
+
+        The same as `match_prefix_ids(hasher.hash_blocks(tokens, hash_block_size))`, in
+        one pass that stops hashing at the first miss.
+
+        Args:
+            tokens: Ints from 0 to 2**63 - 1: an array, shape (m,), or a sequence.
+            hasher: The `Keyed` whose digests the blocks were cached under.
+            kv_cache_group_id: Int from 0 to 2**32 - 1.
+
+        Raises:
+            TypeError, ValueError: An argument is of the wrong type or range.
+        """
+        if type(hasher) is not Keyed:
+            raise TypeError(f"hasher must be a Keyed, got {hasher!r}")
+        cdef uint64_t suffix = group_suffix(as_group_id(kv_cache_group_id))
+        cdef cnp.ndarray held = as_tokens(tokens)
+        if cnp.PyArray_TYPE(held) != cnp.NPY_INT32:
+            return self.match_prefix_ids(
+                hasher.hash_blocks(held, self.hash_block_size), kv_cache_group_id
+            )
+        cdef Py_ssize_t count = cnp.PyArray_DIM(held, 0) // self.hash_block_size
+        cdef cnp.ndarray ids = new_ids(count)
+        cdef Py_ssize_t n = match_tokens(
+            self.state.index, &(<Keyed> hasher).hasher,
+            <const int32_t*> cnp.PyArray_DATA(held), self.hash_block_size, count,
+            suffix, <block_id_t*> cnp.PyArray_DATA(ids),
+        )
+        return ids if n == count else ids[:n].copy()
+
     def match_prefix(self, hashes, kv_cache_group_ids):
         """The longest prefix cached in every group: one list of blocks a group.
 
@@ -1031,11 +1063,7 @@ cdef class BlockPool:
         cdef KVCacheBlock ours = self.cacheable(block)
         cdef block_id_t tokens = NO_NUM_TOKENS
         cdef Key key
-        key_from_bytes(
-            &key,
-            <const uint8_t*> <char*> <bytes> block_hash_with_group_id,
-            <unsigned int> as_key(block_hash_with_group_id),
-        )
+        read_key(block_hash_with_group_id, &key)
         if num_tokens is not None:
             tokens = <block_id_t> as_int(num_tokens, "num_tokens", 0, MAX_BLOCKS)
         if ours.row.flags & FLAG_NULL:
@@ -1072,9 +1100,7 @@ cdef class BlockPool:
             raise MemoryError(f"cannot move {len(keys)} keys")
         index_drop_block(self.state.index, src.index)
         for name in keys:
-            key_from_bytes(
-                &key, <const uint8_t*> <char*> <bytes> name, <unsigned int> len(name)
-            )
+            read_key(name, &key)
             self.write_hash(dst, &key, num_tokens)
 
     def _maybe_evict_cached_block(self, block):

@@ -22,6 +22,7 @@ HOUSE = {
         "pool_events",
         "pool_views",
         "invariants",
+        "token_match",
         "prefix_caching",
     ],
     "requests": ["manager"],
