@@ -39,7 +39,11 @@ class Pace(NamedTuple):
 
 @dataclass
 class Result:
-    """A row's figures; `low` and `high` are the 10th and 90th percentile of ratios."""
+    """A row's figures.
+
+    `low` and `high` are the 10th and 90th percentile of the ratios, or of our times
+    where there is no stock side.
+    """
 
     work: str
     unit: str
@@ -100,6 +104,37 @@ class TimeRow:
 
 
 @dataclass
+class LimitRow:
+    """Nanoseconds a block of work that stock does not have; at most `limit` of them."""
+
+    work: str
+    limit: float | None
+    ours: Callable[[], Side]
+    unit = "ns"
+
+    def measure(self, pace: Pace) -> Result:
+        with collector(False):
+            side = self.ours()
+            loops = calibrate(side, pace.sample_ns)
+            times = []
+            for _ in range(pace.rounds):
+                spent = min(side.run(loops) for _ in range(pace.samples))
+                times.append(spent / loops / side.blocks)
+        ours = median(times)
+        deciles = quantiles(times, n=10, method="inclusive")
+        return Result(
+            self.work,
+            self.unit,
+            floor=f"<= {self.limit:g} ns" if self.limit else "-",
+            ours=ours,
+            low=deciles[0],
+            high=deciles[-1],
+            rounds=pace.rounds,
+            reached=ours <= self.limit if self.limit else None,
+        )
+
+
+@dataclass
 class BytesRow:
     """Bytes a block that `make()` leaves allocated; ours must be within the limit.
 
@@ -130,7 +165,7 @@ class BytesRow:
         )
 
 
-Row = TimeRow | BytesRow
+Row = TimeRow | LimitRow | BytesRow
 
 
 @contextmanager

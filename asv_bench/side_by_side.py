@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import fill
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from measure import Pace, Result, Row, Unavailable
@@ -29,7 +30,7 @@ HEADS = ("work", "ours a block", "stock", "ratio", "spread", "floor", "reached")
 def main() -> None:
     options = parse_arguments()
     stock = import_vllm(options.peers)
-    pool_rows, kvcache = import_kvcache()
+    kvcache, rooms = import_kvcache()
     machine = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -37,7 +38,12 @@ def main() -> None:
         "kvcache": kvcache.__version__,
         "vllm": stock.version,
     }
-    rows = chosen(pool_rows.pool_rows(stock.BlockPool), options.rows)
+    pool_rows, hashing_rows = rooms
+    notes = f"{pool_rows.NOTES} {hashing_rows.NOTES}"
+    rows = chosen(
+        pool_rows.pool_rows(stock.BlockPool) + hashing_rows.hashing_rows(stock),
+        options.rows,
+    )
     pace = QUICK if options.quick else FULL
     print(
         "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm}".format(
@@ -46,18 +52,18 @@ def main() -> None:
     )
     if not stock.version.startswith(RELEASE):
         print(f"The floors were set against vLLM {RELEASE}.")
-    print(fill(pool_rows.NOTES, 88))
+    print(fill(notes, 88))
     how = (
         f"Ratio: the median of {pace.rounds} rounds (of {pace.long_rounds} where a"
         " million blocks are made), in each of which ours and stock take turns; spread:"
-        " 10th to 90th percentile."
+        " 10th to 90th percentile, of our own times where there is no stock side."
     )
     print(fill(how, 88), end="\n\n")
     results = list(run(rows, pace))
     if options.json:
         report = {
             "machine": machine,
-            "notes": pool_rows.NOTES,
+            "notes": notes,
             "rows": [result.as_dict() for result in results],
         }
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
@@ -84,7 +90,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def import_vllm(peers: Path) -> Any:
-    """vLLM's block_pool module, with `version` set; exits with 2 if there is none."""
+    """vLLM's pool, modules and version; exits with 2 if there is no vLLM.
+
+    `BlockPool`, `utils` (kv_cache_utils), `hashing` and `version`.
+    """
     os.environ["KVCACHE_VLLM"] = "0"  # an installed kvcache must not take its place
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -93,7 +102,8 @@ def import_vllm(peers: Path) -> Any:
         sys.path.insert(1, str(peers / "v1"))
     try:
         import vllm
-        from vllm.v1.core import block_pool
+        from vllm.utils import hashing
+        from vllm.v1.core import block_pool, kv_cache_utils
     except ImportError as error:
         stop(
             f"vLLM {RELEASE} cannot be imported here ({error}).",
@@ -101,14 +111,19 @@ def import_vllm(peers: Path) -> Any:
             f"{peers}/venv/bin/pip install . cython",
             f"{peers}/venv/bin/python {' '.join(sys.argv)}",
         )
-    if not block_pool.BlockPool.__module__.startswith("vllm."):
-        raise SystemExit("vLLM's BlockPool is kvcache's: nothing to compare with")
-    block_pool.version = vllm.__version__
-    return block_pool
+    for part in (block_pool.BlockPool, kv_cache_utils.hash_block_tokens):
+        if not part.__module__.startswith("vllm."):
+            raise SystemExit(f"vLLM's {part.__name__} is kvcache's: nothing to compare")
+    return SimpleNamespace(
+        version=vllm.__version__,
+        BlockPool=block_pool.BlockPool,
+        utils=kv_cache_utils,
+        hashing=hashing,
+    )
 
 
-def import_kvcache() -> tuple[Any, Any]:
-    """The rows, and kvcache itself; exits with 2 if it is not there."""
+def import_kvcache() -> tuple[Any, tuple[Any, Any]]:
+    """kvcache, and the rows about its pool and hashes; exits with 2 without it."""
     try:
         import kvcache
     except ImportError as error:
@@ -117,9 +132,10 @@ def import_kvcache() -> tuple[Any, Any]:
             f"{sys.executable} -m pip install . cython",
             f"{sys.executable} {' '.join(sys.argv)}",
         )
+    import hashing_rows
     import pool_rows
 
-    return pool_rows, kvcache
+    return kvcache, (pool_rows, hashing_rows)
 
 
 def stop(problem: str, *commands: str) -> NoReturn:
@@ -152,12 +168,17 @@ def run(rows: list[Row], pace: Pace) -> Iterator[Result]:
 
 
 def cells(result: Result) -> tuple[str, ...]:
+    alone = result.stock is None
+    spread = "-"
+    if result.low is not None:
+        unit = f" {result.unit}" if alone else "x"
+        spread = f"{result.low:.1f}-{result.high:.1f}{unit}"
     return (
         result.work,
         f"{result.ours:.1f} {result.unit}",
-        f"{result.stock:.1f} {result.unit}",
-        f"{result.ratio:.1f}x",
-        "-" if result.low is None else f"{result.low:.1f}-{result.high:.1f}x",
+        "-" if alone else f"{result.stock:.1f} {result.unit}",
+        "-" if alone else f"{result.ratio:.1f}x",
+        spread,
         result.floor,
         {True: "yes", False: "NO", None: "-"}[result.reached],
     )

@@ -100,7 +100,7 @@ cdef cnp.ndarray as_ids(object ids):
     wide = (ids < -(2**31)) | (ids > 2**31 - 1)
     if wide.any():
         raise ValueError(f"block id {ids[wide][0]} does not fit int32")
-    return np.ascontiguousarray(ids, dtype=np.int32)
+    return np.array(ids, dtype=np.int32, order="C")  # a copy: `ids` may be misaligned
 
 
 cdef object as_hashes(object hashes, HashSource* source):

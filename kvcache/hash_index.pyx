@@ -137,7 +137,8 @@ cdef int index_reserve(
         side = <SideEntry*> zeroed(capacity, sizeof(SideEntry))
         if side == NULL:
             return -1
-        memcpy(side, index.side, start * sizeof(SideEntry))
+        if start:
+            memcpy(side, index.side, start * sizeof(SideEntry))
         PyMem_RawFree(index.side)
         index.side = side
         index.side_capacity = <int32_t> capacity

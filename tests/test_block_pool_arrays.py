@@ -661,3 +661,16 @@ def test_the_key_is_digest_and_group_on_both_faces(pool: BlockPool) -> None:
     pool.cache_full_blocks(request_of(1), [by_object], 0, 1, UNIT, 258)
     assert by_id.block_hash == by_object.block_hash == key_of(1, group=258)
     assert by_id.block_hash[-4:] == b"\0\0\1\2"
+
+
+def test_ids_that_lie_at_an_odd_address_are_copied_to_an_even_one() -> None:
+    pool = BlockPool(8, True, UNIT)
+    memory = np.zeros(4 * 3 + 1, np.uint8)
+    ids = memory[1:].view(np.int32)
+    ids[:] = pool.get_new_block_ids(3)
+    assert not ids.flags.aligned
+    pool.touch_block_ids(ids)
+    pool.free_block_ids(ids)
+    pool.free_block_ids(ids)
+    pool.check()
+    assert pool.get_num_free_blocks() == 7

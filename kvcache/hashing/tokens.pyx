@@ -93,7 +93,7 @@ cdef object _from_array(object tokens, TokenSource* source):
     ):
         if count and tokens.dtype == np.uint64:
             slow_token(int(tokens.max()))
-        array = np.ascontiguousarray(tokens, dtype=np.int64)
+        array = np.array(tokens, dtype=np.int64, order="C")  # aligned, as a copy is
     source.count = count
     source.width = cnp.PyArray_ITEMSIZE(array)
     source.data = <const char*> cnp.PyArray_DATA(array)

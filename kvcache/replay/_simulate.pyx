@@ -92,8 +92,9 @@ cdef class PoolReplay:
         for array, kind in zip(
             (input_lengths, indptr, keys), ("int64", "int64", "uint8")
         ):
-            if array.dtype != kind or not array.flags.c_contiguous:
-                raise ValueError(f"expected a C-contiguous {kind} array")
+            flags = array.flags
+            if array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+                raise ValueError(f"expected a C-contiguous, aligned {kind} array")
         cdef tuple shape = (<object> keys).shape
         if self.pool is None or len(shape) != 2 or shape[1] != 16:
             raise ValueError(f"expected keys of shape (k, 16), got {shape}")

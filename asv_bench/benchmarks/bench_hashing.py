@@ -1,0 +1,223 @@
+"""Block hashes: chains in one call, a request that grows, tokens -> matched blocks."""
+
+import hashlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+import kvcache
+from kvcache import hashing
+
+from .common import BLOCK_SIZE, SEED, make_pool, scatter
+
+CHAIN = 1_000  # blocks
+VOCABULARY = 128_256
+PARENT = bytes(range(32))
+ALGORITHMS = ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "keyed"]
+KINDS = ["list", "int32", "int64"]
+POOL = 100_000  # blocks
+
+
+def random_tokens(count, kind):
+    tokens = np.random.default_rng(SEED).integers(0, VOCABULARY, count, np.int32)
+    return tokens.tolist() if kind == "list" else tokens.astype(kind)
+
+
+def hash_function(name):
+    """The function; skips the case where its optional package is missing."""
+    hash_fn = hashing.get_hash_fn_by_name(name)
+    try:
+        hashing.hash_block_tokens(hash_fn, None, list(range(BLOCK_SIZE)), ("extra",))
+    except ModuleNotFoundError:
+        raise NotImplementedError(f"{name} needs an optional package") from None
+    return hash_fn
+
+
+class Chain:
+    """All blocks of a request in one call."""
+
+    params = (ALGORITHMS, KINDS)
+    param_names = ("algorithm", "tokens")
+
+    def setup(self, algorithm, kind):
+        self.hash_fn = hash_function(algorithm)
+        self.parent = self.hash_fn("root") if algorithm != "keyed" else None
+        self.tokens = random_tokens(CHAIN * BLOCK_SIZE, kind)
+
+    def time_hash_1000_blocks(self, algorithm, kind):
+        hashing.hash_blocks(self.tokens, BLOCK_SIZE, self.parent, hash_fn=self.hash_fn)
+
+
+class OneCall:
+    """A call a block."""
+
+    params = (ALGORITHMS,)
+    param_names = ("algorithm",)
+
+    def setup(self, algorithm):
+        self.hash_fn = hash_function(algorithm)
+        tokens = random_tokens(CHAIN * BLOCK_SIZE, "int32")
+        self.blocks = tokens.reshape(-1, BLOCK_SIZE).tolist()
+
+    def time_hash_1000_blocks(self, algorithm):
+        parent = None
+        for tokens in self.blocks:
+            parent = hashing.hash_block_tokens(self.hash_fn, parent, tokens)
+
+
+class PlainChain:
+    """The baseline: pickle and hashlib, as vLLM has it."""
+
+    def setup(self):
+        self.tokens = random_tokens(CHAIN * BLOCK_SIZE, "list")
+
+    def time_hash_1000_blocks(self):
+        parent = PARENT
+        for start in range(0, len(self.tokens), BLOCK_SIZE):
+            block = (parent, tuple(self.tokens[start : start + BLOCK_SIZE]), None)
+            parent = hashlib.sha256(pickle.dumps(block, protocol=5)).digest()
+
+
+class Growing:
+    """A request of 1,000 blocks whose tokens come one by one, or 100 at a time."""
+
+    params = (ALGORITHMS,)
+    param_names = ("algorithm",)
+
+    def setup(self, algorithm):
+        self.hash_fn = hash_function(algorithm)
+        self.tokens = random_tokens(CHAIN * BLOCK_SIZE, "list")
+        self.chunks = [
+            self.tokens[start : start + 100]
+            for start in range(0, len(self.tokens), 100)
+        ]
+
+    def time_append_one_by_one(self, algorithm):
+        append = hashing.BlockHasher(BLOCK_SIZE, self.hash_fn).append
+        for token in self.tokens:
+            append(token)
+
+    def time_append_100_at_a_time(self, algorithm):
+        append = hashing.BlockHasher(BLOCK_SIZE, self.hash_fn).append
+        for tokens in self.chunks:
+            append(tokens)
+
+
+class Match:
+    """From an int32 array to matched ids; half of a scattered pool is cached.
+
+    Each call looks up another prompt, so the calls go round all that is cached.
+    """
+
+    params = (["keyed", "sha256"], [63, 2_000])
+    param_names = ("algorithm", "blocks")
+
+    def setup(self, algorithm, num_blocks):
+        hash_fn = hash_function(algorithm)
+        pool = make_pool("kvcache", POOL)
+        scatter(pool)
+        count = POOL // 2 // num_blocks
+        tokens = random_tokens(count * num_blocks * BLOCK_SIZE, "int32")
+        prompts = list(tokens.reshape(count, -1))
+        for prompt in prompts:
+            ids = pool.get_new_block_ids(num_blocks)
+            hashes = hashing.hash_blocks(prompt, BLOCK_SIZE, hash_fn=hash_fn)
+            pool.cache_block_ids(ids, hashes)
+            pool.free_block_ids(ids[::-1])
+        if algorithm == "keyed":
+            self.match = lambda tokens: pool.match_prefix_tokens(tokens, hash_fn)
+        else:
+            self.match = lambda tokens: pool.match_prefix_ids(
+                hashing.hash_blocks(tokens, BLOCK_SIZE, hash_fn=hash_fn)
+            )
+        if len(self.match(prompts[-1])) != num_blocks:
+            raise AssertionError("the prompt is not cached as a whole")
+        self.prompts = cycle(prompts)
+
+    def time_match(self, algorithm, num_blocks):
+        self.match(next(self.prompts))
+
+
+# Run twice under valgrind, for a short and a long chain: the difference is hashing.
+COUNTED = """
+import gc, sys
+import numpy as np
+from kvcache import hashing
+from kvcache.hashing.sha2 import sha256_paths
+gc.disable()
+kind, num_blocks = sys.argv[1], int(sys.argv[2])
+if len(sha256_paths()) > 1:
+    sys.exit(f"not the portable path: {sha256_paths()}")
+tokens = (np.arange(16 * 4_100) * 7_919 % 128_256).astype(np.int32)
+if kind == "list":
+    tokens = tokens.tolist()
+# Both parts, so that cutting them takes the same whatever their lengths.
+tokens, rest = tokens[:16 * num_blocks], tokens[16 * num_blocks:]
+hashing.hash_blocks(tokens, 16, bytes(range(32)), hash_fn=hashing.sha256)
+"""
+SHORT, LONG = 100, 4_100  # blocks: what else varies must weigh little
+
+
+class Instructions:
+    """Deterministic: instructions to hash one 16-token block with sha256.
+
+    Valgrind hides the CPU's SHA instructions, so this counts the portable C path; the
+    path with them is timed.
+    """
+
+    params = (["list", "int32"],)
+    param_names = ("tokens",)
+    timeout = 120
+
+    def setup(self, kind):
+        if shutil.which("valgrind") is None:
+            raise NotImplementedError("valgrind is not here")
+
+    def track_instructions_portable(self, kind):
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [start_counting(folder, kind, blocks) for blocks in (SHORT, LONG)]
+            short, long = map(counted, runs)
+        return (long - short) / (LONG - SHORT)
+
+    track_instructions_portable.unit = "instructions"
+
+
+def start_counting(folder, kind, num_blocks):
+    """The process and the file in which it will leave its count."""
+    report = Path(folder, f"callgrind.{num_blocks}")
+    root = str(Path(kvcache.__file__).parents[1])
+    command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={report}"]
+    command += [sys.executable, "-c", COUNTED, kind, str(num_blocks)]
+    paths = [root, os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, report
+
+
+def counted(run):
+    process, report = run
+    _, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(errors)
+    for line in report.read_text().splitlines():
+        if line.startswith("summary:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"no summary in {report}")

@@ -1,0 +1,106 @@
+"""The rows of the side-by-side table about block hashes, and their floors.
+
+Stores nothing. A row is one line of `hashing_rows`, as in pool_rows.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import hashing_sides as sides
+from hashing_sides import CHAIN, REQUEST_TOKENS
+from measure import LimitRow, Row, TimeRow
+
+from kvcache import hashing
+
+NOTES = (
+    f"Hashing: blocks of 16 random tokens, a chain of {CHAIN:,} in one call against a"
+    " loop of stock's hash_block_tokens over a list, also where ours is given an array;"
+    " the digests are compared first. A request hashed in one call is against stock's"
+    " get_request_block_hasher called once, an appended one against the same called"
+    " after each token. Hash + match: from an int32 array of tokens (stock: a list) to"
+    " block ids, all hits; again: the same prompt each time; in turns: all prompts that"
+    " half a pool holds, in random places. keyed has no stock side and its floor is in"
+    " nanoseconds; sha256 is against stock's request hasher and a loop of its"
+    " get_cached_block."
+)
+
+
+def hashing_rows(stock: Any) -> list[Row]:
+    """The rows.
+
+    Args:
+        stock: vLLM's modules, as `side_by_side.import_vllm` gives them.
+    """
+
+    def chain(name: str, kind: str, floor: float | None) -> TimeRow:
+        return TimeRow(
+            f"block hash, {name}, {kind}",
+            floor,
+            partial(sides.hash_chain, stock, name, kind),
+            partial(sides.hash_chain_by_stock, stock, name),
+        )
+
+    def one_a_call(name: str) -> TimeRow:
+        return TimeRow(
+            f"block hash, {name}, one call a block",
+            None,
+            partial(sides.hash_one_a_call, hashing, hashing, name),
+            partial(sides.hash_one_a_call, stock.utils, stock.hashing, name),
+        )
+
+    def request(kind: str) -> TimeRow:
+        return TimeRow(
+            f"hash {REQUEST_TOKENS:,} tokens, sha256, {kind}",
+            None,
+            partial(sides.hash_request, stock, kind),
+            partial(sides.hash_request_by_stock, stock),
+        )
+
+    def appended(how: str, ours: Any) -> TimeRow:
+        work = f"hash {REQUEST_TOKENS:,} tokens, sha256, appended, {how}"
+        return TimeRow(work, None, ours, partial(sides.append_to_stock_request, stock))
+
+    def keyed(blocks: int, limit: float | None, cold: bool) -> LimitRow:
+        work = f"hash + match, keyed, {blocks:,} blocks, {asked(cold)}"
+        return LimitRow(work, limit, partial(sides.match_tokens_keyed, blocks, cold))
+
+    def sha256(blocks: int, cold: bool) -> TimeRow:
+        return TimeRow(
+            f"hash + match, sha256, {blocks:,} blocks, {asked(cold)}",
+            None,
+            partial(sides.match_tokens_sha256, blocks, cold),
+            partial(sides.match_tokens_by_stock, stock, blocks, cold),
+        )
+
+    return [
+        chain("sha256", "list", 5),
+        chain("sha256", "int32 array", 7),
+        chain("sha256_cbor", "list", 10),
+        chain("sha256_cbor", "int32 array", 10),
+        chain("xxhash", "list", None),
+        chain("xxhash", "int32 array", None),
+        chain("xxhash_cbor", "list", None),
+        chain("xxhash_cbor", "int32 array", None),
+        one_a_call("sha256"),
+        one_a_call("sha256_cbor"),
+        one_a_call("xxhash"),
+        one_a_call("xxhash_cbor"),
+        request("list"),
+        request("int32 array"),
+        appended("BlockHasher", sides.append_to_hasher),
+        appended("get_request_block_hasher", sides.append_to_our_request),
+        keyed(63, 40, False),
+        keyed(2_000, 45, False),
+        keyed(63, None, True),
+        keyed(2_000, None, True),
+        sha256(63, False),
+        sha256(2_000, False),
+        sha256(63, True),
+        sha256(2_000, True),
+    ]
+
+
+def asked(cold: bool) -> str:
+    return "in turns" if cold else "again"
