@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,12 +116,7 @@ def run_apart(code: str) -> str:
         f"{code}"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        # A checkout's own folder holds the package uncompiled: run elsewhere.
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
     return done.stdout.strip()

@@ -27,8 +27,6 @@ def start(
     path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", program, "replay", *args],
-        # A checkout's own folder holds the package uncompiled: start elsewhere.
-        cwd=os.path.dirname(__file__),
         env={**os.environ, "PYTHONPATH": path},
         text=True,
         stdout=stdout,
