@@ -123,7 +123,7 @@ cdef class BlockPool:
 
     Raises:
         TypeError, ValueError: An argument is not of its type or range.
-        MemoryError: There is not that much memory (76 bytes a block).
+        MemoryError: There is not that much memory (80 bytes a block).
     """
 
     def __cinit__(self, *args, **kwargs):

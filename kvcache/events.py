@@ -31,7 +31,7 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-@dataclass(slots=True, unsafe_hash=False, eq=True)
+@dataclass(slots=True)
 class BlockStored(KVCacheEvent):
     """Blocks that a request cached, or reuses, in the order of its tokens.
 
