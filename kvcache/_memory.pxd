@@ -1,4 +1,5 @@
-# The one way to get memory: zeroed, overflow-checked, named in its MemoryError.
+# The one way to get memory: zeroed, overflow-checked, named in its MemoryError; and to
+# have memory brought to the cache before it is needed.
 # PyMem_Raw* reports every byte to tracemalloc and may be called without the GIL.
 from cpython.mem cimport PyMem_RawCalloc
 from libc.stdint cimport SIZE_MAX
@@ -21,6 +22,17 @@ cdef extern from *:
     #endif
     """
     void kvc_use_huge_pages(void* memory, size_t bytes) nogil
+
+cdef extern from *:
+    """
+    #if defined(_MSC_VER)
+    #include <intrin.h>
+    #define kvc_prefetch(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
+    #else
+    #define kvc_prefetch(p) __builtin_prefetch(p)
+    #endif
+    """
+    void kvc_prefetch(const void* address) nogil
 
 
 cdef inline void* zeroed(size_t count, size_t size) noexcept nogil:

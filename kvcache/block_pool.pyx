@@ -93,6 +93,8 @@ cdef extern from "Python.h":
 
 logger = logging.getLogger(__name__)
 
+cdef str OVERFREED = "is freed more often than it is used"
+
 cdef void run_hook(object owner, str name, object argument) noexcept:
     """Call a hook; what it raises goes to sys.unraisablehook."""
     hook = getattr(owner, name) if name is not None else owner
@@ -250,15 +252,16 @@ cdef class BlockPool:
         cdef KVCacheBlock block
         cdef Py_ssize_t i
         for i in range(n):
-            if Py_TYPE(items[i]) != <void*> KVCacheBlock:
-                raise TypeError(f"expected a KVCacheBlock, got {<object> items[i]!r}")
             block = <KVCacheBlock> items[i]
-            if block.store != <PyObject*> self.store or block.index == ANCHOR:
-                if not block.row.flags & FLAG_NULL:
-                    raise ValueError(f"block {block.id} does not belong to this pool")
-                ids[i] = NULL_BLOCK
-            else:
+            if (
+                Py_TYPE(items[i]) == <void*> KVCacheBlock
+                and block.store == <PyObject*> self.store
+                and block.index != ANCHOR
+            ):
                 ids[i] = block.index
+            else:
+                self.own(<object> items[i])  # raises, but for a null block
+                ids[i] = NULL_BLOCK
         return ids
 
     cdef KVCacheBlock own(self, object block):
@@ -450,7 +453,7 @@ cdef class BlockPool:
         cdef block_id_t* ids = self.ids_of(blocks, n)
         cdef Py_ssize_t bad = pool_can_free(&self.state, ids, n)
         if bad >= 0:
-            self.refuse(bad, ids, "is freed more often than it is used")
+            self.refuse(bad, ids, OVERFREED)
         return 0
 
     cdef int free_by_pool(self, list blocks) except -1:
@@ -492,7 +495,7 @@ cdef class BlockPool:
         cdef block_id_t* data = <block_id_t*> cnp.PyArray_DATA(array)
         cdef Py_ssize_t bad = pool_free(&self.state, data, n)
         if bad >= 0:
-            self.refuse(bad, data, "is freed more often than it is used")
+            self.refuse(bad, data, OVERFREED)
 
     def touch(self, blocks):
         """Add one reference to each block; a free one leaves the free queue.

@@ -17,7 +17,7 @@ from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
 from kvcache._args cimport as_int, read_key
-from kvcache._memory cimport allocate, zeroed
+from kvcache._memory cimport allocate, kvc_prefetch, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
     FOREIGN,
@@ -40,18 +40,15 @@ cdef extern from *:
         uint64_t high, low = _umul128(a, b, &high);
         return low ^ high;
     }
-    #define kvc_prefetch(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
     #else
     static inline uint64_t kvc_fold(uint64_t a, uint64_t b) {
         __extension__ typedef unsigned __int128 wide;
         wide product = (wide)a * b;
         return (uint64_t)product ^ (uint64_t)(product >> 64);
     }
-    #define kvc_prefetch(p) __builtin_prefetch(p)
     #endif
     """
     uint64_t kvc_fold(uint64_t a, uint64_t b) nogil
-    void kvc_prefetch(const void* address) nogil
 
 cdef enum:
     CHAIN_CHUNK = 16  # hints followed before what they name is looked at

@@ -157,6 +157,6 @@ cdef int check_pool(PoolState* pool, BlockHashToBlockMap map) except -1:
     check_queue(pool)
     check_rows(pool)
     check_index(pool)
-    if len(map.objects) + pool.index.num_side < 2 * len(map.objects):
+    if len(map.objects) > pool.index.num_side:
         fail("the map holds more hand-made blocks than side entries")
     return 0

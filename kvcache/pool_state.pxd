@@ -6,6 +6,7 @@
 # One pool is used by one thread at a time: the GIL or the caller's lock sees to it.
 from libc.stdint cimport int32_t
 
+from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
     ANCHOR,
     NOT_LINKED,
@@ -16,17 +17,6 @@ from kvcache._types cimport (
 )
 from kvcache.free_queue cimport FreeQueue, queue_unlink
 from kvcache.hash_index cimport HashIndex, index_prefetch
-
-cdef extern from *:
-    """
-    #if defined(_MSC_VER)
-    #include <intrin.h>
-    #define kvc_prefetch_row(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
-    #else
-    #define kvc_prefetch_row(p) __builtin_prefetch((p), 1)
-    #endif
-    """
-    void kvc_prefetch_row(const void* address) nogil
 
 cdef struct PoolState:
     BlockMeta* rows         # num_blocks of them
@@ -65,7 +55,7 @@ cdef inline block_id_t take_first(
     cdef BlockMeta* row = &pool.rows[block]
     cdef block_id_t behind = row.next_free_block
     cdef const int32_t* first_side = pool.index.first_side
-    kvc_prefetch_row(&pool.rows[behind])
+    kvc_prefetch(&pool.rows[behind])
     row.prev_free_block = row.next_free_block = NOT_LINKED
     row.ref_cnt = 1
     if pool.enable_caching and (

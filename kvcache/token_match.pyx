@@ -20,6 +20,7 @@ Threads: as the index: the caller's lock or the GIL guards it.
 # who must rule out a collision.
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 
+from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
     FLAG_INDEXED,
     GROUP_ID_BYTES,
@@ -30,17 +31,6 @@ from kvcache._types cimport (
 )
 from kvcache.hash_index cimport MATCH_CHUNK, index_match
 from kvcache.hashing.keyed_hash cimport KEYED_BYTES, keyed_chain, keyed_each
-
-cdef extern from *:
-    """
-    #if defined(_MSC_VER)
-    #include <intrin.h>
-    #define kvc_prefetch_guess(p) _mm_prefetch((const char*)(p), _MM_HINT_T0)
-    #else
-    #define kvc_prefetch_guess(p) __builtin_prefetch(p)
-    #endif
-    """
-    void kvc_prefetch_guess(const void* address) nogil
 
 
 cdef inline bint row_has_digest(
@@ -81,7 +71,7 @@ cdef inline Py_ssize_t match_guessed(
         if before == NULL_BLOCK:
             count = i + 1
             break
-        kvc_prefetch_guess(&index.rows[before])
+        kvc_prefetch(&index.rows[before])
         if i + 1 < count:
             parents[i + 1] = index.rows[before].block_hash
     keyed_each(hasher, parents, tokens, block_size, count, digests)

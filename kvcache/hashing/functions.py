@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 HashFunction = Callable[[Any], bytes]
 
 
-def _optional(module: str) -> Any:
+def _optional(module: str, name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
 
 
-_cbor2 = _optional("cbor2")
-_xxhash = getattr(_optional("xxhash"), "xxh3_128_digest", None)
+# Loaded when first called for: the pool alone needs neither.
+_cbor2_dumps: Any = None
+_xxh3_128_digest: Any = None
 
 PICKLE_PROTOCOL = 5
 DEFAULT_NONE_HASH_SEED = "vllm-none-hash"
@@ -48,12 +49,15 @@ def as_cbor(value: Any) -> bytes:
     Raises:
         ModuleNotFoundError: cbor2 is not installed.
     """
-    if _cbor2 is None:
+    global _cbor2_dumps
+    if _cbor2_dumps is None:
+        _cbor2_dumps = _optional("cbor2", "dumps")
+    if _cbor2_dumps is None:
         raise ModuleNotFoundError(
             "sha256_cbor and xxhash_cbor need cbor2: pip install 'kvcache[cbor]'",
             name="cbor2",
         )
-    encoded: bytes = _cbor2.dumps(value, canonical=True)
+    encoded: bytes = _cbor2_dumps(value, canonical=True)
     return encoded
 
 
@@ -63,12 +67,15 @@ def xxhash_digest(data: bytes) -> bytes:
     Raises:
         ModuleNotFoundError: xxhash is not installed.
     """
-    if _xxhash is None:
+    global _xxh3_128_digest
+    if _xxh3_128_digest is None:
+        _xxh3_128_digest = _optional("xxhash", "xxh3_128_digest")
+    if _xxh3_128_digest is None:
         raise ModuleNotFoundError(
             "xxhash and xxhash_cbor need xxhash: pip install 'kvcache[xxhash]'",
             name="xxhash",
         )
-    digest: bytes = _xxhash(data)
+    digest: bytes = _xxh3_128_digest(data)
     return digest
 
 
