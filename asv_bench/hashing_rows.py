@@ -5,12 +5,14 @@ Stores nothing. A row is one line of `hashing_rows`, as in pool_rows.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import hashing_sides as sides
 from hashing_sides import CHAIN, REQUEST_TOKENS
-from measure import LimitRow, Row, TimeRow
+from measure import LimitRow, Pace, Result, Row, Side, TimeRow
 
 from kvcache import hashing
 
@@ -21,17 +23,38 @@ NOTES = (
     " get_request_block_hasher called once, an appended one against the same called"
     " after each token. Hash + match: from an int32 array of tokens (stock: a list) to"
     " block ids, all hits; again: the same prompt each time; in turns: all prompts that"
-    " half a pool holds, in random places. keyed has no stock side and its floor is in"
-    " nanoseconds; sha256 is against stock's request hasher and a loop of its"
-    " get_cached_block."
+    " half a pool holds, in random places. sha256 is against stock's request hasher and"
+    " a loop of its get_cached_block. vLLM has nothing like keyed: its floor is in"
+    " nanoseconds, and it is against SGLang's compiled radix tree, if that is there,"
+    " with the same prompts in it, in pages of 16 tokens. The tree is given 64-bit"
+    " tokens, as it wants them, and gives a slot a token; less slots: it only says how"
+    " many tokens match and at which node, while ours gives the block ids."
 )
+LOOKUPS = [(63, False), (2_000, False), (63, True), (2_000, True)]  # blocks, in turns
 
 
-def hashing_rows(stock: Any) -> list[Row]:
+@dataclass
+class BesideRow(LimitRow):
+    """A limit on ours, which takes turns with another engine's where there is one."""
+
+    theirs: Callable[[], Side] | None = None
+
+    def measure(self, pace: Pace) -> Result:
+        if self.theirs is None:
+            return super().measure(pace)
+        result = TimeRow(self.work, None, self.ours, self.theirs).measure(pace)
+        if self.limit and result.ours:
+            result.floor = f"<= {self.limit:g} ns"
+            result.reached = result.ours <= self.limit
+        return result
+
+
+def hashing_rows(stock: Any, sglang: Any) -> list[Row]:
     """The rows.
 
     Args:
         stock: vLLM's modules, as `side_by_side.import_vllm` gives them.
+        sglang: As `sglang_tree.import_sglang` gives it, or None.
     """
 
     def chain(name: str, kind: str, floor: float | None) -> TimeRow:
@@ -62,9 +85,14 @@ def hashing_rows(stock: Any) -> list[Row]:
         work = f"hash {REQUEST_TOKENS:,} tokens, sha256, appended, {how}"
         return TimeRow(work, None, ours, partial(sides.append_to_stock_request, stock))
 
-    def keyed(blocks: int, limit: float | None, cold: bool) -> LimitRow:
-        work = f"hash + match, keyed, {blocks:,} blocks, {asked(cold)}"
-        return LimitRow(work, limit, partial(sides.match_tokens_keyed, blocks, cold))
+    def keyed(blocks: int, limit: float | None, cold: bool, ids: bool = True) -> Row:
+        less = "" if ids else " (SGLang less slots)"
+        return BesideRow(
+            f"hash + match, keyed, {blocks:,} blocks, {asked(cold)}{less}",
+            limit,
+            partial(sides.match_tokens_keyed, blocks, cold),
+            sglang and partial(sides.match_tokens_by_sglang, sglang, blocks, cold, ids),
+        )
 
     def sha256(blocks: int, cold: bool) -> TimeRow:
         return TimeRow(
@@ -95,6 +123,7 @@ def hashing_rows(stock: Any) -> list[Row]:
         keyed(2_000, 45, False),
         keyed(63, None, True),
         keyed(2_000, None, True),
+        *(keyed(n, None, cold, False) for n, cold in LOOKUPS if sglang),
         sha256(63, False),
         sha256(2_000, False),
         sha256(63, True),

@@ -2,7 +2,8 @@
 
 Stores nothing. Both sides of a row hash the same random tokens. Where ours hashes many
 blocks in one call, its digests must be stock's, or it is not timed. Stock is vLLM's own
-functions, called as its scheduler calls them: with lists, since it takes nothing else.
+functions, called as its scheduler calls them: with lists, since it takes nothing else;
+where `keyed` has another side, it is SGLang's radix tree, which hashes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from measure import Side
 from pool_sides import BLOCK_SIZE, HALF, POOL, SEED, clock, loop_matcher
+from sglang_tree import tree_of
 
 from kvcache import BlockPool, hashing
 
@@ -228,10 +230,34 @@ def match_tokens_by_stock(stock: Any, blocks: int, cold: bool = False) -> Side:
     )
 
 
+def match_tokens_by_sglang(
+    sglang: Any, blocks: int, cold: bool = False, ids: bool = True
+) -> Side:
+    """A lookup in SGLang's radix tree, which holds as many pages as the pool does.
+
+    It takes 64-bit tokens (an array("q"), as its requests keep them), ready before the
+    clock starts, and gives a slot a token. Without `ids` it is the match alone, which
+    gives the number of tokens and the node to read their slots from.
+    """
+    prompts = prompts_of(blocks)
+    pages = np.arange(1, POOL)
+    if cold:
+        np.random.default_rng(SEED).shuffle(pages)
+    pages = pages[: len(prompts) * blocks].reshape(len(prompts), blocks)
+    tree = tree_of(sglang, prompts, pages, BLOCK_SIZE)
+    return in_turns(
+        tree.match if ids else tree.find, asked_for(tree.keys, cold), blocks
+    )
+
+
 def match_each(match: Callable[[Any], Any], prompts: list[Any], blocks: int) -> Side:
     for prompt in prompts:
         if len(match(prompt)) != blocks:
             raise AssertionError("a prompt is not cached as a whole")
+    return in_turns(match, prompts, blocks)
+
+
+def in_turns(match: Callable[[Any], Any], prompts: list[Any], blocks: int) -> Side:
     turns = cycle(prompts)
 
     def run(loops: int) -> int:

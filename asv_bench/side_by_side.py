@@ -4,6 +4,7 @@
 
 Run by a Python that has kvcache and vLLM 0.33. Only the ratios of one run mean
 anything; the nanoseconds are there for scale. A row that kvcache loses is shown too.
+The rows of `keyed` are beside SGLang's radix tree, where it is installed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from measure import Pace, Result, Row, Unavailable
+from sglang_tree import import_sglang
 
 RELEASE = "0.33"
 FULL = Pace(rounds=41, long_rounds=5, samples=5, sample_ns=2_000_000)
@@ -31,24 +33,29 @@ def main() -> None:
     options = parse_arguments()
     stock = import_vllm(options.peers)
     kvcache, rooms = import_kvcache()
+    try:
+        sglang = import_sglang(options.peers)
+    except Unavailable as error:
+        sglang = None
+        print(error)
     machine = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "kvcache": kvcache.__version__,
         "vllm": stock.version,
+        "sglang": sglang.version if sglang else "none",
     }
     pool_rows, hashing_rows = rooms
     notes = f"{pool_rows.NOTES} {hashing_rows.NOTES}"
     rows = chosen(
-        pool_rows.pool_rows(stock.BlockPool) + hashing_rows.hashing_rows(stock),
+        pool_rows.pool_rows(stock.BlockPool) + hashing_rows.hashing_rows(stock, sglang),
         options.rows,
     )
     pace = QUICK if options.quick else FULL
     print(
-        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm}".format(
-            **machine
-        )
+        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm}, "
+        "SGLang {sglang}".format(**machine)
     )
     if not stock.version.startswith(RELEASE):
         print(f"The floors were set against vLLM {RELEASE}.")
@@ -169,15 +176,17 @@ def run(rows: list[Row], pace: Pace) -> Iterator[Result]:
 
 def cells(result: Result) -> tuple[str, ...]:
     alone = result.stock is None
+    # A ratio near 1 is read to the hundredth.
+    digits = 2 if result.ratio and result.ratio < 2 else 1
     spread = "-"
     if result.low is not None:
         unit = f" {result.unit}" if alone else "x"
-        spread = f"{result.low:.1f}-{result.high:.1f}{unit}"
+        spread = f"{result.low:.{digits}f}-{result.high:.{digits}f}{unit}"
     return (
         result.work,
         f"{result.ours:.1f} {result.unit}",
         "-" if alone else f"{result.stock:.1f} {result.unit}",
-        "-" if alone else f"{result.ratio:.1f}x",
+        "-" if alone else f"{result.ratio:.{digits}f}x",
         spread,
         result.floor,
         {True: "yes", False: "NO", None: "-"}[result.reached],
