@@ -28,7 +28,8 @@ NOTES = (
     " nanoseconds, and it is against SGLang's compiled radix tree, if that is there,"
     " with the same prompts in it, in pages of 16 tokens. The tree is given 64-bit"
     " tokens, as it wants them, and gives a slot a token; less slots: it only says how"
-    " many tokens match and at which node, while ours gives the block ids."
+    " many tokens match and at which node, while ours gives the block ids. By kept"
+    " tokens: as keyed, in a pool that keeps each block's tokens and compares them."
 )
 LOOKUPS = [(63, False), (2_000, False), (63, True), (2_000, True)]  # blocks, in turns
 
@@ -94,6 +95,14 @@ def hashing_rows(stock: Any, sglang: Any) -> list[Row]:
             sglang and partial(sides.match_tokens_by_sglang, sglang, blocks, cold, ids),
         )
 
+    def kept(blocks: int, cold: bool) -> Row:
+        return BesideRow(
+            f"match by kept tokens, {blocks:,} blocks, {asked(cold)}",
+            None,
+            partial(sides.match_tokens_keyed, blocks, cold, True),
+            sglang and partial(sides.match_tokens_by_sglang, sglang, blocks, cold),
+        )
+
     def sha256(blocks: int, cold: bool) -> TimeRow:
         return TimeRow(
             f"hash + match, sha256, {blocks:,} blocks, {asked(cold)}",
@@ -124,6 +133,7 @@ def hashing_rows(stock: Any, sglang: Any) -> list[Row]:
         keyed(63, None, True),
         keyed(2_000, None, True),
         *(keyed(n, None, cold, False) for n, cold in LOOKUPS if sglang),
+        *(kept(n, cold) for n, cold in LOOKUPS),
         sha256(63, False),
         sha256(2_000, False),
         sha256(63, True),

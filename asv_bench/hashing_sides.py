@@ -181,9 +181,7 @@ def pool_of_prompts(
     """A pool whose free half holds the prompts."""
     pool = make_pool(POOL, True, BLOCK_SIZE)
     if scattered:
-        blocks = pool.get_new_blocks(POOL - 1)
-        np.random.default_rng(SEED).shuffle(blocks)
-        pool.free_blocks(blocks)
+        scatter(pool)
     for prompt in prompts:
         hashes = hashing.hash_blocks(prompt.tolist(), BLOCK_SIZE, hash_fn=hash_fn)
         cached = pool.get_new_blocks(len(hashes))
@@ -193,15 +191,41 @@ def pool_of_prompts(
     return pool
 
 
+def pool_that_keeps(
+    prompts: np.ndarray, hasher: hashing.Keyed, scattered: bool
+) -> BlockPool:
+    """The same, with the prompts' tokens kept."""
+    pool = BlockPool(POOL, True, BLOCK_SIZE, keep_tokens=True)
+    if scattered:
+        scatter(pool)
+    for prompt in prompts:
+        ids = pool.get_new_block_ids(len(prompt) // BLOCK_SIZE)
+        pool.cache_block_tokens(ids, prompt, hasher)
+        pool.free_block_ids(ids[::-1])
+    return pool
+
+
+def scatter(pool: Any) -> None:
+    """Have the free blocks stand in random order."""
+    blocks = pool.get_new_blocks(POOL - 1)
+    np.random.default_rng(SEED).shuffle(blocks)
+    pool.free_blocks(blocks)
+
+
 def asked_for(prompts: list[Any], cold: bool) -> list[Any]:
     """The prompts that are looked up: all of them in turns, or one again and again."""
     return prompts if cold else prompts[:1]
 
 
-def match_tokens_keyed(blocks: int, cold: bool = False) -> Side:
+def match_tokens_keyed(blocks: int, cold: bool = False, keep: bool = False) -> Side:
+    """A match by digests, or by the tokens that the pool keeps."""
     prompts = prompts_of(blocks)
     hasher = hashing.keyed
-    match = pool_of_prompts(BlockPool, prompts, hasher, cold).match_prefix_tokens
+    if keep:
+        pool = pool_that_keeps(prompts, hasher, cold)
+    else:
+        pool = pool_of_prompts(BlockPool, prompts, hasher, cold)
+    match = pool.match_prefix_tokens
     return match_each(
         lambda tokens: match(tokens, hasher), asked_for(list(prompts), cold), blocks
     )

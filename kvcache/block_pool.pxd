@@ -4,11 +4,13 @@ from kvcache._types cimport Key, block_id_t
 from kvcache.block_store cimport BlockStore, KVCacheBlock
 from kvcache.free_queue cimport FreeKVCacheBlockQueue
 from kvcache.hash_index cimport BlockHashToBlockMap
+from kvcache.kept_tokens cimport KeptTokens
 from kvcache.pool_state cimport PoolState
 
 
 cdef class BlockPool:
     cdef PoolState state
+    cdef KeptTokens kept            # all zero unless the pool keeps tokens
     cdef BlockStore store
     cdef readonly FreeKVCacheBlockQueue free_block_queue
     cdef readonly BlockHashToBlockMap cached_block_hash_to_block
@@ -24,13 +26,18 @@ cdef class BlockPool:
     cdef Py_ssize_t scratch_size
     cdef object __weakref__
 
-    cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1
+    cdef int build(
+        self, block_id_t num_blocks, bint enable_caching, Py_ssize_t kept_block_size
+    ) except -1
     cdef block_id_t* room_for(self, Py_ssize_t n) except NULL
     cdef block_id_t* ids_of(self, object blocks, Py_ssize_t n) except NULL
     cdef KVCacheBlock own(self, object block)
     cdef KVCacheBlock cacheable(self, object block)
     cdef bint holds(self, KVCacheBlock block, const Key* key) except -1
     cdef int refuse(self, Py_ssize_t at, const block_id_t* ids, str why) except -1
+    cdef int refuse_hash(
+        self, Py_ssize_t at, const block_id_t* ids, bytes digest
+    ) except -1
     cdef void emit(self, object event) noexcept
     cdef void emit_removed(self, list keys) noexcept
     cdef void after_get(self, list blocks) noexcept

@@ -60,6 +60,8 @@ class BlockPool:
         metrics_collector: _MetricsCollector | None = None,
         num_hash_lookahead_tokens: int = 0,
         medium: str = MEDIUM_GPU,
+        *,
+        keep_tokens: bool = False,
     ) -> None: ...
     @property
     def num_gpu_blocks(self) -> int: ...
@@ -69,6 +71,8 @@ class BlockPool:
     def hash_block_size(self) -> int: ...
     @property
     def num_hash_lookahead_tokens(self) -> int: ...
+    @property
+    def keep_tokens(self) -> bool: ...
     @property
     def blocks(self) -> BlockStore: ...
     @property
@@ -131,6 +135,14 @@ class BlockPool:
     ) -> bytes | None: ...
     def cache_block_ids(
         self, ids: _Ids, hashes: _Hashes, kv_cache_group_id: int = 0
+    ) -> None: ...
+    def cache_block_tokens(
+        self,
+        ids: _Ids,
+        tokens: Iterable[int] | NDArray[np.integer[Any]],
+        hasher: Keyed,
+        num_cached_blocks: int = 0,
+        kv_cache_group_id: int = 0,
     ) -> None: ...
     def emit_cached_block_events(
         self,

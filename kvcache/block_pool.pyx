@@ -1,7 +1,7 @@
 """vLLM v1's block pool, compiled: allocate, free, touch, cache, evict, reset.
 
-Stores: a `BlockStore`, its free queue and its hash index; beside them only flags, the
-event queue and the watchers of `unpin_blocks`.
+Stores: a `BlockStore`, its free queue, its hash index and, if asked to, the tokens of
+cached blocks; beside them only flags, the event queue and `unpin_blocks`' watchers.
 Invariant: `check()` proves all of them (see invariants.pyx). A failed call changes
 nothing: a batch is checked before its first write, and whatever can run foreign code
 (making objects, reading requests) comes before the check.
@@ -15,7 +15,7 @@ from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, uint8_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy, memset
 
 import logging
 
@@ -33,8 +33,8 @@ from kvcache._args cimport (
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
-    FLAG_INDEXED,
     FLAG_NULL,
+    FLAG_TOKENS_KEPT,
     MAX_BLOCKS,
     NO_NUM_TOKENS,
     NULL_BLOCK,
@@ -58,8 +58,15 @@ from kvcache.hash_index cimport (
     index_reserve,
     key_bytes,
 )
-from kvcache.hashing.keyed_hash cimport Keyed, as_tokens
+from kvcache.hashing.keyed_hash cimport KEYED_BYTES, Keyed, KeyedHash, as_tokens
 from kvcache.invariants cimport check_pool
+from kvcache.kept_tokens cimport (
+    kept_bytes,
+    kept_free,
+    kept_init,
+    kept_match,
+    kept_move,
+)
 from kvcache.pool_state cimport (
     Freed,
     drop_reference,
@@ -77,7 +84,14 @@ from kvcache.pool_state cimport (
     take_first,
     undo_drop,
 )
-from kvcache.token_match cimport match_tokens
+from kvcache.token_match cimport (
+    TokenParent,
+    cache_tokens,
+    hash_behind,
+    match_tokens,
+    read_parent,
+    tokens_behind,
+)
 
 from kvcache import pool_events
 from kvcache.errors import BlockStateError, NoFreeBlocksError
@@ -91,9 +105,19 @@ cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(PyObject*)
     void* Py_TYPE(PyObject*)
 
+cdef enum:
+    MAX_INT32 = 2147483647
+
 logger = logging.getLogger(__name__)
 
 cdef str OVERFREED = "is freed more often than it is used"
+
+
+cdef const KeyedHash* keyed_of(object hasher) except NULL:
+    if type(hasher) is not Keyed:
+        raise TypeError(f"hasher must be a Keyed, got {hasher!r}")
+    return &(<Keyed> hasher).hasher
+
 
 cdef void run_hook(object owner, str name, object argument) noexcept:
     """Call a hook; what it raises goes to sys.unraisablehook."""
@@ -122,17 +146,22 @@ cdef class BlockPool:
             `on_block_accessed`, `on_block_evicted` and `reset`, or None.
         num_hash_lookahead_tokens: Tokens behind each block that its hash covers.
         medium: Where the blocks are, as events say it.
+        keep_tokens: Whether `cache_block_tokens` keeps the blocks' tokens and
+            `match_prefix_tokens` compares them, so that no collision of hashes can
+            give a prompt the blocks of another.
 
     Raises:
-        TypeError, ValueError: An argument is not of its type or range.
-        MemoryError: There is not that much memory (80 bytes a block).
+        TypeError, ValueError: An argument is not of its type or range, or keep_tokens
+            is asked for without enable_caching.
+        MemoryError: There is not that much memory (80 bytes a block, and to keep
+            tokens 16 + 4 hash_block_size more: another 80 at 16).
     """
 
     def __cinit__(self, *args, **kwargs):
         # Whatever happens to __init__, what follows finds an empty pool.
         self.watchers = {}
         self.hash_block_size = 1
-        self.build(0, False)
+        self.build(0, False, 0)
 
     def __init__(
         self,
@@ -143,6 +172,8 @@ cdef class BlockPool:
         metrics_collector=None,
         num_hash_lookahead_tokens=0,
         medium=MEDIUM_GPU,
+        *,
+        keep_tokens=False,
     ):
         cdef Py_ssize_t n = as_int(num_gpu_blocks, "num_gpu_blocks", 1, MAX_BLOCKS)
         cdef Py_ssize_t size = as_int(hash_block_size, "hash_block_size", 1, MAX_BLOCKS)
@@ -153,9 +184,12 @@ cdef class BlockPool:
             else num_hash_lookahead_tokens,
             "num_hash_lookahead_tokens", 0, MAX_BLOCKS,
         )
+        cdef bint caching = enable_caching, keep = keep_tokens
+        if keep and not caching:
+            raise ValueError("keep_tokens needs enable_caching")
         if self.state.num_blocks:
             raise ValueError("the pool is already made")
-        self.build(<block_id_t> n, enable_caching)
+        self.build(<block_id_t> n, caching, size if keep else 0)
         self.hash_block_size = size
         self.num_hash_lookahead_tokens = lookahead
         self.enable_kv_cache_events = enable_kv_cache_events
@@ -167,8 +201,11 @@ cdef class BlockPool:
     def __dealloc__(self):
         self.store.owner = NULL
         PyMem_RawFree(self.scratch)
+        kept_free(&self.kept)
 
-    cdef int build(self, block_id_t num_blocks, bint enable_caching) except -1:
+    cdef int build(
+        self, block_id_t num_blocks, bint enable_caching, Py_ssize_t kept_block_size
+    ) except -1:
         cdef BlockStore store = BlockStore(num_blocks)
         cdef BlockHashToBlockMap index = BlockHashToBlockMap.for_pool(
             store, enable_caching
@@ -186,6 +223,9 @@ cdef class BlockPool:
                 store.rows[ANCHOR].next_free_block = 1
                 store.rows[ANCHOR].prev_free_block = num_blocks - 1
             queue.queue.num_free = num_blocks - 1
+        if kept_block_size:
+            kept_init(&self.kept, num_blocks, kept_block_size)
+        # From here on nothing fails.
         if self.store is not None:
             self.store.owner = NULL
         store.owner = <PyObject*> self
@@ -197,6 +237,7 @@ cdef class BlockPool:
         self.state.enable_caching = enable_caching
         self.state.queue = &queue.queue
         self.state.index = &index.index
+        self.state.kept = &self.kept if kept_block_size else NULL
         return 0
 
     @property
@@ -226,11 +267,17 @@ cdef class BlockPool:
         return self.watchers
 
     @property
+    def keep_tokens(self):
+        """Whether the tokens of cached blocks are kept and compared."""
+        return self.state.kept != NULL
+
+    @property
     def nbytes(self):
         """Bytes held in C; Python objects are not counted."""
         return (
             self.store.nbytes
             + self.cached_block_hash_to_block.nbytes
+            + kept_bytes(&self.kept)
             + self.scratch_size * sizeof(block_id_t)
         )
 
@@ -283,6 +330,18 @@ cdef class BlockPool:
             )
         raise ValueError(
             f"block {block} {why} (ref_cnt {self.state.rows[block].ref_cnt})"
+        )
+
+    cdef int refuse_hash(
+        self, Py_ssize_t at, const block_id_t* ids, bytes digest
+    ) except -1:
+        """Say why the id at a place of a batch cannot be given a hash."""
+        cdef block_id_t block = ids[at]
+        if not is_block(&self.state, block):
+            self.refuse(at, ids, "")
+        raise BlockStateError(
+            f"block {block} carries the hash {self.store.view(block).block_hash!r} or"
+            f" is listed twice, it cannot take {digest!r}"
         )
 
     # -- events and hooks --------------------------------------------------------
@@ -629,7 +688,9 @@ cdef class BlockPool:
         """Ids of the longest cached prefix of a prompt, int32, shape (n,).
 
         The same as `match_prefix_ids(hasher.hash_blocks(tokens, hash_block_size))`, in
-        one pass that stops hashing at the first miss.
+        one pass that stops hashing at the first miss. In a pool that keeps tokens only
+        blocks cached by `cache_block_tokens` count, whose tokens, up to the start of
+        the prompt, were compared with these.
 
         Args:
             tokens: Ints from 0 to 2**63 - 1: an array, shape (m,), or a sequence.
@@ -639,21 +700,27 @@ cdef class BlockPool:
         Raises:
             TypeError, ValueError: An argument is of the wrong type or range.
         """
-        if type(hasher) is not Keyed:
-            raise TypeError(f"hasher must be a Keyed, got {hasher!r}")
+        cdef const KeyedHash* keyed = keyed_of(hasher)
         cdef uint64_t suffix = group_suffix(as_group_id(kv_cache_group_id))
         cdef cnp.ndarray held = as_tokens(tokens)
+        cdef Py_ssize_t size = self.hash_block_size, count, n
         if cnp.PyArray_TYPE(held) != cnp.NPY_INT32:
-            return self.match_prefix_ids(
-                hasher.hash_blocks(held, self.hash_block_size), kv_cache_group_id
-            )
-        cdef Py_ssize_t count = cnp.PyArray_DIM(held, 0) // self.hash_block_size
+            if self.state.kept == NULL:
+                return self.match_prefix_ids(
+                    hasher.hash_blocks(held, size), kv_cache_group_id
+                )
+            # No block that is kept has such a token: what comes before may match.
+            held = held[: (held > MAX_INT32).argmax()].astype("int32")
+        count = cnp.PyArray_DIM(held, 0) // size
         cdef cnp.ndarray ids = new_ids(count)
-        cdef Py_ssize_t n = match_tokens(
-            self.state.index, &(<Keyed> hasher).hasher,
-            <const int32_t*> cnp.PyArray_DATA(held), self.hash_block_size, count,
-            suffix, <block_id_t*> cnp.PyArray_DATA(ids),
-        )
+        cdef const int32_t* data = <const int32_t*> cnp.PyArray_DATA(held)
+        cdef block_id_t* found = <block_id_t*> cnp.PyArray_DATA(ids)
+        if self.state.kept == NULL:
+            n = match_tokens(self.state.index, keyed, data, size, count, suffix, found)
+        else:
+            n = kept_match(
+                self.state.kept, self.state.index, keyed, data, count, suffix, found
+            )
         return ids if n == count else ids[:n].copy()
 
     def match_prefix(self, hashes, kv_cache_group_ids):
@@ -988,13 +1055,7 @@ cdef class BlockPool:
         check_hashes(&source, 0)
         bad = pool_can_cache(&self.state, data, n)
         if bad >= 0:
-            if not is_block(&self.state, data[bad]):
-                self.refuse(bad, data, "")
-            raise BlockStateError(
-                f"block {data[bad]} carries the hash"
-                f" {self.store.view(data[bad]).block_hash!r} or is listed twice, it"
-                f" cannot take {bytes(held[bad])!r}"
-            )
+            self.refuse_hash(bad, data, bytes(held[bad]))
         if index_reserve(self.state.index, n, 0) < 0:
             raise MemoryError(f"cannot cache {n} more blocks")
         for i in range(n):
@@ -1005,6 +1066,111 @@ cdef class BlockPool:
                     index_add_row(self.state.index, data[i], &key, NO_NUM_TOKENS)
                 index_chain(self.state.index, before, data[i])
                 before = data[i]
+        if stored is not None:
+            self.emit(stored)
+
+    def cache_block_tokens(
+        self, ids, tokens, hasher, num_cached_blocks=0, kv_cache_group_id=0
+    ):
+        """Cache a request's full blocks under the digests of its tokens.
+
+        The counterpart of `match_prefix_tokens`. In a pool that keeps tokens these are
+        kept: a block can be found there as long as all blocks before it, or copies of
+        them, stay cached. With events on, one BlockStored without a request is
+        recorded.
+
+        Args:
+            ids: The request's block table, int32, shape (n,): its full blocks, and as
+                many more as there may be.
+            tokens: All tokens of the request: ints from 0 to 2**63 - 1 (2**31 - 1 in a
+                pool that keeps them), an array, shape (m,), or a sequence. Those of the
+                cached blocks, but for the last, are not read.
+            hasher: The `Keyed` to hash them with; the cached blocks' as well.
+            num_cached_blocks: Blocks at the start that are cached already. The last of
+                them is the parent of the next: its own hash must be a digest of the
+                group, and the tokens that are kept of it must be these.
+            kv_cache_group_id: Int from 0 to 2**32 - 1.
+
+        Raises:
+            BlockStateError: A block carries a hash already. Nothing was cached.
+            TypeError, ValueError: An argument is of the wrong type or range, a block to
+                cache or their parent is null or another pool's, or the parent is not
+                as above. Nothing was cached.
+        """
+        cdef const KeyedHash* keyed = keyed_of(hasher)
+        cdef Py_ssize_t start = as_int(
+            num_cached_blocks, "num_cached_blocks", 0, MAX_BLOCKS
+        )
+        cdef unsigned int group = as_group_id(kv_cache_group_id)
+        cdef cnp.ndarray table = as_ids(ids)
+        cdef Py_ssize_t size = self.hash_block_size, skipped = max(start - 1, 0)
+        cdef cnp.ndarray held = tokens_behind(tokens, skipped * size)
+        cdef bint wide = cnp.PyArray_TYPE(held) != cnp.NPY_INT32
+        cdef Py_ssize_t stop = skipped + cnp.PyArray_DIM(held, 0) // size
+        cdef Py_ssize_t count = stop - start, i, bad
+        if count < 0:
+            raise ValueError(
+                f"{start} cached blocks of {size} tokens, but fewer tokens are given"
+            )
+        if stop > MAX_BLOCKS // size:
+            raise ValueError(f"{stop} blocks of {size} tokens are too many")
+        if cnp.PyArray_DIM(table, 0) < stop:
+            raise ValueError(f"{stop} full blocks in a table of {len(table)}")
+        if wide and self.state.kept != NULL:
+            raise ValueError(
+                f"token {held[held > MAX_INT32][0]} does not fit int32, and the pool"
+                " keeps tokens"
+            )
+        if count == 0:
+            return
+        cdef const int32_t* data = <const int32_t*> cnp.PyArray_DATA(held)
+        cdef block_id_t* parents = <block_id_t*> cnp.PyArray_DATA(table) + skipped
+        cdef block_id_t* blocks = parents + (1 if start else 0)
+        cdef TokenParent parent, read
+        memset(&parent, 0, sizeof(TokenParent))
+        memcpy(parent.digest, keyed.root, KEYED_BYTES)
+        if start:
+            read_parent(&self.state, parents[0], group, data, size, &parent)
+        cdef Py_ssize_t skip = size if start else 0
+        cdef bytes digests = hash_behind(keyed, &parent, held, skip, size, count)
+        stored = None
+        if self.enable_kv_cache_events:
+            stored = pool_events.stored_event_of_ids(
+                self,
+                [
+                    digests[i : i + KEYED_BYTES]
+                    for i in range(0, len(digests), KEYED_BYTES)
+                ],
+                group,
+                parent=parent.digest[:KEYED_BYTES] if start else None,
+                token_ids=held[skip : skip + count * size].tolist(),
+            )
+        # From here on nothing runs that could change the pool.
+        if start:
+            read = parent
+            read_parent(&self.state, parents[0], group, data, size, &parent)
+            if (
+                parent.serial != read.serial
+                or memcmp(parent.digest, read.digest, KEYED_BYTES)
+            ):
+                raise ValueError(f"block {parent.block} changed during the call")
+        for i in range(count):
+            if blocks[i] == NULL_BLOCK:
+                raise ValueError(
+                    f"the null block cannot be cached, it is number {start + i} of the"
+                    " table"
+                )
+        bad = pool_can_cache(&self.state, blocks, count)
+        if bad >= 0:
+            self.refuse_hash(
+                bad, blocks, digests[bad * KEYED_BYTES : (bad + 1) * KEYED_BYTES]
+            )
+        if index_reserve(self.state.index, count, 0) < 0:
+            raise MemoryError(f"cannot cache {count} more blocks")
+        cache_tokens(
+            &self.state, &parent, blocks, <const uint8_t*> <char*> digests, data + skip,
+            size, count, group_suffix(group), <int32_t> (start * size),
+        )
         if stored is not None:
             self.emit(stored)
 
@@ -1089,6 +1255,7 @@ cdef class BlockPool:
         cdef list keys = []
         cdef Key key
         cdef block_id_t num_tokens = src.row.block_hash_num_tokens
+        cdef bint tokens_kept = src.row.flags & FLAG_TOKENS_KEPT
         if dst.row.flags & FLAG_NULL:
             raise ValueError("the null block cannot be cached")
         self.cached_block_hash_to_block.append_keys(dst.index, keys, True)
@@ -1105,6 +1272,8 @@ cdef class BlockPool:
         for name in keys:
             read_key(name, &key)
             self.write_hash(dst, &key, num_tokens)
+        if tokens_kept:
+            kept_move(self.state.kept, self.state.rows, src.index, dst.index)
 
     def _maybe_evict_cached_block(self, block):
         """Take a block's content out of the cache; whether it was in there."""
@@ -1162,7 +1331,7 @@ cdef class BlockPool:
         for i in range(self.state.num_blocks):
             if has_hash(&self.state.rows[i]):
                 clear_hash(&self.state.rows[i])
-                self.state.rows[i].flags &= ~<uint8_t> FLAG_INDEXED
+                self.state.rows[i].flags &= FLAG_NULL
         self.cached_block_hash_to_block.forget_all()
         watchers = list(self.watchers.items())
         self.watchers.clear()

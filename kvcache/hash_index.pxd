@@ -130,6 +130,9 @@ cdef int32_t index_add_side(
 ) noexcept nogil
 cdef void index_remove(HashIndex* index, int32_t entry) noexcept nogil
 cdef int index_drop_block(HashIndex* index, block_id_t block) noexcept nogil
+cdef void index_drop_side(
+    HashIndex* index, const Key* key, block_id_t block
+) noexcept nogil
 cdef bytes key_bytes(const Key* key)
 
 

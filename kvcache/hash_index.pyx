@@ -14,20 +14,20 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
 from kvcache._args cimport as_int, read_key
 from kvcache._memory cimport allocate, kvc_prefetch, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
+    FLAG_TOKENS_KEPT,
     FOREIGN,
-    GROUP_ID_BYTES,
     MAX_BLOCKS,
     MAX_KEY_BYTES,
     has_hash,
     key_of_row,
-    load_word,
     make_key,
+    row_has_digest,
     row_has_key,
 )
 from kvcache.block_store cimport KVCacheBlock
@@ -216,24 +216,6 @@ cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil:
     """The oldest entry of a key, or 0."""
     cdef int64_t at = slot_of(index, key, tag_of(index, key))
     return index.slots[at].head if at >= 0 else 0
-
-
-cdef inline bint row_has_digest(
-    const BlockMeta* row, const uint8_t* digest, Py_ssize_t length, uint64_t suffix
-) noexcept nogil:
-    """`row_has_key` without making the key, for a length that is a constant."""
-    cdef uint32_t last, wanted
-    cdef uint64_t differ = 0
-    cdef Py_ssize_t i
-    if length % 8 == 0:
-        for i in range(length // 8):
-            differ |= load_word(row.block_hash + 8 * i) ^ load_word(digest + 8 * i)
-    else:
-        differ = memcmp(row.block_hash, digest, length)
-    memcpy(&last, row.block_hash + length, GROUP_ID_BYTES)
-    memcpy(&wanted, &suffix, GROUP_ID_BYTES)
-    differ |= last ^ wanted
-    return (differ | (row.block_hash_len ^ (length + GROUP_ID_BYTES))) == 0
 
 
 cdef inline Py_ssize_t match_chained(
@@ -425,7 +407,7 @@ cdef void empty_slot(HashIndex* index, uint32_t hole) noexcept nogil:
 
 
 cdef void index_remove(HashIndex* index, int32_t entry) noexcept nogil:
-    """Take an entry out. The rows' hash fields are not touched, the flag is."""
+    """Take an entry out. The rows' hash fields are not touched, the flags are."""
     cdef Key key
     cdef int64_t at
     cdef int32_t head
@@ -446,7 +428,7 @@ cdef void index_remove(HashIndex* index, int32_t entry) noexcept nogil:
         entry_next(index, before)[0] = behind
         entry_prev(index, head if behind == 0 else behind)[0] = before
     if entry > 0:
-        index.rows[entry - 1].flags &= ~<uint8_t> FLAG_INDEXED
+        index.rows[entry - 1].flags &= ~<uint8_t> (FLAG_INDEXED | FLAG_TOKENS_KEPT)
         return
     side = &index.side[-entry - 1]
     if side.block != FOREIGN:
@@ -507,6 +489,18 @@ cdef int index_drop_block(HashIndex* index, block_id_t block) noexcept nogil:
         row.block_hash_len = 0
     row.block_hash_num_tokens = -1
     return count
+
+
+cdef void index_drop_side(
+    HashIndex* index, const Key* key, block_id_t block
+) noexcept nogil:
+    """Remove the side entry of a key that names a row, if there is one."""
+    cdef int32_t k = 0 if index.first_side == NULL else index.first_side[block]
+    while k:
+        if same_key(&index.side[k - 1].key, key):
+            index_remove(index, -k)
+            return
+        k = index.side[k - 1].next_of_block
 
 
 cdef bytes key_bytes(const Key* key):

@@ -10,7 +10,9 @@ from kvcache._types cimport (
     ANCHOR,
     FLAG_INDEXED,
     FLAG_NULL,
+    FLAG_TOKENS_KEPT,
     FOREIGN,
+    GROUP_ID_BYTES,
     NULL_BLOCK,
     BlockMeta,
     Key,
@@ -29,6 +31,9 @@ from kvcache.hash_index cimport (
     index_slot,
     index_tag,
 )
+
+from kvcache.hashing.keyed_hash cimport KEYED_BYTES
+from kvcache.kept_tokens cimport KeptPrefix, KeptTokens
 
 
 cdef int fail(str what) except -1:
@@ -67,7 +72,7 @@ cdef int check_rows(PoolState* pool) except -1:
         row = &pool.rows[block]
         if bool(row.flags & FLAG_NULL) != (block == NULL_BLOCK):
             fail(f"block {block} is {'' if row.flags & FLAG_NULL else 'not '}null")
-        if row.flags & ~(FLAG_NULL | FLAG_INDEXED):
+        if row.flags & ~(FLAG_NULL | FLAG_INDEXED | FLAG_TOKENS_KEPT):
             fail(f"block {block} has the flags {row.flags}")
         if row.ref_cnt < 0:
             fail(f"block {block} has the reference count {row.ref_cnt}")
@@ -78,6 +83,10 @@ cdef int check_rows(PoolState* pool) except -1:
             )
         if row.flags & FLAG_INDEXED and not has_hash(row):
             fail(f"block {block} is in the index and has no hash")
+        if row.flags & FLAG_TOKENS_KEPT and not row.flags & FLAG_INDEXED:
+            fail(f"block {block} has its tokens kept and is not in the index")
+        if row.flags & FLAG_TOKENS_KEPT and pool.kept == NULL:
+            fail(f"block {block} has its tokens kept in a pool that keeps none")
     return 0
 
 
@@ -153,10 +162,47 @@ cdef int check_index(PoolState* pool) except -1:
     return 0
 
 
+cdef int check_kept_tokens(PoolState* pool) except -1:
+    """Rows have one serial if and only if they have one key, parent and tokens.
+
+    A parent's serial is older than its children's: no prefix is its own.
+    """
+    cdef KeptTokens* kept = pool.kept
+    cdef block_id_t block
+    cdef BlockMeta* row
+    cdef KeptPrefix* prefix
+    cdef Py_ssize_t size = kept.block_size * sizeof(int32_t)
+    contents, serials = {}, {}
+    for block in range(pool.num_blocks):
+        row = &pool.rows[block]
+        if not row.flags & FLAG_TOKENS_KEPT:
+            continue
+        prefix = &kept.prefixes[block]
+        if row.block_hash_len != KEYED_BYTES + GROUP_ID_BYTES:
+            fail(f"block {block} has its tokens kept and another hash than keyed's")
+        if not prefix.parent < prefix.serial <= kept.last_serial:
+            fail(
+                f"block {block} has the serial {prefix.serial} behind {prefix.parent},"
+                f" {kept.last_serial} are given out"
+            )
+        content = (
+            (<char*> row.block_hash)[: row.block_hash_len],
+            prefix.parent,
+            (<char*> (kept.tokens + block * kept.block_size))[:size],
+        )
+        if contents.setdefault(prefix.serial, content) != content:
+            fail(f"block {block} has the serial {prefix.serial} of another content")
+        if serials.setdefault(content, prefix.serial) != prefix.serial:
+            fail(f"block {block} has another serial than its copy")
+    return 0
+
+
 cdef int check_pool(PoolState* pool, BlockHashToBlockMap map) except -1:
     check_queue(pool)
     check_rows(pool)
     check_index(pool)
+    if pool.kept != NULL:
+        check_kept_tokens(pool)
     if len(map.objects) > pool.index.num_side:
         fail("the map holds more hand-made blocks than side entries")
     return 0

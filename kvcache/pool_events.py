@@ -86,12 +86,27 @@ def stored_event(
     )
 
 
-def stored_event_of_ids(pool: Any, block_hashes: list[bytes], group_id: int) -> Any:
-    """A BlockStored event for blocks cached by id: no request, so no tokens."""
+def stored_event_of_ids(
+    pool: Any,
+    block_hashes: list[bytes],
+    group_id: int,
+    *,
+    parent: bytes | None = None,
+    token_ids: Sequence[int] = (),
+) -> Any:
+    """A BlockStored event for blocks cached by id: of no request, with what is known.
+
+    Args:
+        pool: Whose medium and hash block size.
+        block_hashes: Digests of the blocks.
+        group_id: KV-cache group.
+        parent: Digest of the block before the first, if known.
+        token_ids: Tokens of the blocks, if known.
+    """
     return event_classes().stored(
         block_hashes=external_hashes(block_hashes),
-        parent_block_hash=None,
-        token_ids=[],
+        parent_block_hash=None if parent is None else external_hashes([parent])[0],
+        token_ids=list(token_ids),
         block_size=pool.hash_block_size,
         lora_id=None,
         medium=pool.medium,

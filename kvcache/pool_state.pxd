@@ -17,6 +17,7 @@ from kvcache._types cimport (
 )
 from kvcache.free_queue cimport FreeQueue, queue_unlink
 from kvcache.hash_index cimport HashIndex, index_prefetch
+from kvcache.kept_tokens cimport KeptTokens
 
 cdef struct PoolState:
     BlockMeta* rows         # num_blocks of them
@@ -24,6 +25,7 @@ cdef struct PoolState:
     bint enable_caching
     FreeQueue* queue
     HashIndex* index
+    KeptTokens* kept        # NULL unless the pool keeps tokens
 
 # Blocks that lost their last reference, strung on two chains that will join the queue.
 # Until `return_freed` nothing but their own rows has changed.

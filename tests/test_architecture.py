@@ -23,6 +23,7 @@ HOUSE = {
         "pool_views",
         "invariants",
         "token_match",
+        "kept_tokens",
         "prefix_caching",
     ],
     "requests": ["manager"],
