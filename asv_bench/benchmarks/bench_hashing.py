@@ -15,7 +15,7 @@ import numpy as np
 import kvcache
 from kvcache import hashing
 
-from .common import BLOCK_SIZE, SEED, make_pool, scatter
+from .common import BLOCK_SIZE, SEED, scatter
 
 CHAIN = 1_000  # blocks
 VOCABULARY = 128_256
@@ -116,20 +116,24 @@ class Match:
     Each call looks up another prompt, so the calls go round all that is cached.
     """
 
-    params = (["keyed", "sha256"], [63, 2_000])
+    params = (["keyed", "keyed, tokens kept", "sha256"], [63, 2_000])
     param_names = ("algorithm", "blocks")
 
     def setup(self, algorithm, num_blocks):
+        algorithm, _, keep = algorithm.partition(", ")
         hash_fn = hash_function(algorithm)
-        pool = make_pool("kvcache", POOL)
+        pool = kvcache.BlockPool(POOL, True, BLOCK_SIZE, keep_tokens=bool(keep))
         scatter(pool)
         count = POOL // 2 // num_blocks
         tokens = random_tokens(count * num_blocks * BLOCK_SIZE, "int32")
         prompts = list(tokens.reshape(count, -1))
         for prompt in prompts:
             ids = pool.get_new_block_ids(num_blocks)
-            hashes = hashing.hash_blocks(prompt, BLOCK_SIZE, hash_fn=hash_fn)
-            pool.cache_block_ids(ids, hashes)
+            if keep:
+                pool.cache_block_tokens(ids, prompt, hash_fn)
+            else:
+                hashes = hashing.hash_blocks(prompt, BLOCK_SIZE, hash_fn=hash_fn)
+                pool.cache_block_ids(ids, hashes)
             pool.free_block_ids(ids[::-1])
         if algorithm == "keyed":
             self.match = lambda tokens: pool.match_prefix_tokens(tokens, hash_fn)
