@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from measure import Pace, Result, Row, Unavailable
 from sglang_tree import import_sglang
+from vllm_v0 import import_v0
 
 RELEASE = "0.33"
 FULL = Pace(rounds=41, long_rounds=5, samples=5, sample_ns=2_000_000)
@@ -38,24 +39,32 @@ def main() -> None:
     except Unavailable as error:
         sglang = None
         print(error)
+    try:
+        v0 = import_v0(options.peers)
+    except Unavailable as error:
+        v0 = None
+        print(error)
     machine = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "kvcache": kvcache.__version__,
         "vllm": stock.version,
+        "vllm_v0": v0.version if v0 else "none",
         "sglang": sglang.version if sglang else "none",
     }
-    pool_rows, hashing_rows = rooms
-    notes = f"{pool_rows.NOTES} {hashing_rows.NOTES}"
+    pool_rows, hashing_rows, allocator_rows = rooms
+    notes = " ".join(room.NOTES for room in rooms)
     rows = chosen(
-        pool_rows.pool_rows(stock.BlockPool) + hashing_rows.hashing_rows(stock, sglang),
+        pool_rows.pool_rows(stock.BlockPool)
+        + hashing_rows.hashing_rows(stock, sglang)
+        + (allocator_rows.allocator_rows(v0) if v0 else []),
         options.rows,
     )
     pace = QUICK if options.quick else FULL
     print(
-        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm}, "
-        "SGLang {sglang}".format(**machine)
+        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, "
+        "vLLM {vllm} and {vllm_v0}, SGLang {sglang}".format(**machine)
     )
     if not stock.version.startswith(RELEASE):
         print(f"The floors were set against vLLM {RELEASE}.")
@@ -129,8 +138,8 @@ def import_vllm(peers: Path) -> Any:
     )
 
 
-def import_kvcache() -> tuple[Any, tuple[Any, Any]]:
-    """kvcache, and the rows about its pool and hashes; exits with 2 without it."""
+def import_kvcache() -> tuple[Any, tuple[Any, Any, Any]]:
+    """kvcache, and the rows about its rooms; exits with 2 without it."""
     try:
         import kvcache
     except ImportError as error:
@@ -139,10 +148,11 @@ def import_kvcache() -> tuple[Any, tuple[Any, Any]]:
             f"{sys.executable} -m pip install . cython",
             f"{sys.executable} {' '.join(sys.argv)}",
         )
+    import allocator_rows
     import hashing_rows
     import pool_rows
 
-    return kvcache, (pool_rows, hashing_rows)
+    return kvcache, (pool_rows, hashing_rows, allocator_rows)
 
 
 def stop(problem: str, *commands: str) -> NoReturn:

@@ -40,6 +40,10 @@ LONGER = {
     "hash_index.pyx": "the table in C, and the map that shows it",
     "hash_index.pxd": "the primitives that must be inlined where they are used",
     "pool_state.pxd": "likewise",
+    "prefix_caching/blocks.pyx": "both kinds of block know each other's fields",
+    "prefix_caching/interfaces.py": "three interfaces, with every method's contract",
+    "prefix_caching/naive_block_allocator.pyx": "vLLM's whole class",
+    "prefix_caching/prefix_caching_block_allocator.pyx": "vLLM's whole class",
     "_types.pxd": "likewise",
 }
 

@@ -1,0 +1,553 @@
+"""Physical blocks handed out and taken back by reference count, without a cache.
+
+Stores: a row a block in a `BlockStore`, the free ones in its queue, in the order in
+which they go; the copies that writing to a shared block causes.
+Invariant: a block is in the queue if and only if nobody has a reference to it
+(`check()`). A failed call changes nothing: everything is made and checked first.
+Costs: O(1) a block. Threads: the GIL makes each call atomic.
+"""
+cimport cython
+
+from kvcache._args cimport as_int
+from kvcache._types cimport ANCHOR, MAX_BLOCKS, MAX_REF_CNT, BlockMeta, is_linked
+from kvcache.block_store cimport BlockStore
+from kvcache.free_queue cimport queue_insert_after, queue_push_back, queue_unlink
+from kvcache.prefix_caching.block_ids cimport BlockIds
+from kvcache.prefix_caching.blocks cimport NO_ROW, NaiveBlock, chain_of
+
+from kvcache.errors import BlockStateError, NoFreeBlocksError
+from kvcache.prefix_caching.block_list import get_all_blocks_recursively
+from kvcache.prefix_caching.interfaces import BlockAllocator
+
+cdef enum:
+    # Objects kept for reuse, per physical block: several may share one.
+    OBJECTS_A_BLOCK = 4
+
+
+cdef int refuse_device(object device) except -1:
+    """An allocator has one device, so none can be named."""
+    if device is not None:
+        raise ValueError(f"this allocator has one device, {device!r} cannot be named")
+    return 0
+
+
+cdef int check_held_once(list blocks, BlockOwner owner) except -1:
+    """Prove that each block holds a physical one of the owner's, and comes once."""
+    cdef set seen = set()
+    for block in blocks:
+        owner.held_row(block)
+        if id(block) in seen:
+            raise ValueError(f"{block!r} is listed more than once")
+        seen.add(id(block))
+    return 0
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class NaiveBlockAllocator(BlockOwner):
+    """vLLM 0.8.5's `NaiveBlockAllocator`: blocks without prefix caching.
+
+    Args:
+        create_block: `NaiveBlock`, or what makes another kind of block from the same
+            arguments.
+        num_blocks: Number of physical blocks, from 0 on.
+        block_size: Number of tokens that a full block has, at least 1.
+        block_ids: Their ids, ints from 0 to 2**63 - 1 in any order, which is the one
+            they are handed out in; 0 to num_blocks - 1 if None.
+        block_pool: `BlockPool` to make blocks with, or None for one of its own.
+
+    Raises:
+        TypeError, ValueError: An argument is of the wrong type or range.
+        MemoryError: There is not that much memory (64 bytes a block).
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        # Whatever happens to __init__, what follows finds an allocator of no blocks.
+        self.build(0, 1, None)
+
+    def __init__(
+        self, create_block, num_blocks, block_size, block_ids=None, block_pool=None
+    ):
+        if self.ids.count:
+            raise ValueError("the allocator is already made")
+        if not callable(create_block):
+            raise TypeError(f"create_block must be callable, got {create_block!r}")
+        if block_pool is not None and type(block_pool) is not BlockPool:
+            raise TypeError(f"block_pool must be a BlockPool, got {block_pool!r}")
+        if block_pool is None and create_block is not NaiveBlock:
+            block_pool = BlockPool(
+                block_size, create_block, self,
+                OBJECTS_A_BLOCK * as_int(num_blocks, "num_blocks", 0, MAX_BLOCKS),
+            )
+        self.build(num_blocks, block_size, block_ids)
+        self.objects = block_pool
+
+    @staticmethod
+    cdef NaiveBlockAllocator part_of(object num_blocks, object block_size, object ids):
+        """The one that a prefix-caching allocator takes blocks without content from."""
+        cdef NaiveBlockAllocator made = NaiveBlockAllocator.__new__(NaiveBlockAllocator)
+        made.build(num_blocks, block_size, ids)
+        made.inner = True
+        return made
+
+    cdef int build(self, object num_blocks, object block_size, object ids) except -1:
+        cdef Py_ssize_t count = as_int(num_blocks, "num_blocks", 0, MAX_BLOCKS)
+        cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
+        cdef BlockIds made = BlockIds(range(count) if ids is None else ids, count)
+        cdef BlockStore store = BlockStore(count)
+        cdef block_id_t row
+        self.block_size, self.ids, self.store = size, made, store
+        self.queue.num_free = 0
+        self.queue.rows = self.store.rows
+        self.queue.rows[ANCHOR].prev_free_block = ANCHOR
+        self.queue.rows[ANCHOR].next_free_block = ANCHOR
+        for row in range(count) if self.ids.order is None else self.ids.order:
+            queue_push_back(&self.queue, row)
+        self.ids.order = None
+        self.counter = RefCounter.for_allocator(self.ids, self.store)
+        self.copies = CopyOnWriteTracker(self.counter.as_readonly())
+        return 0
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__}({self.queue.num_free} of {self.ids.count}"
+            " blocks free)"
+        )
+
+    # -- rows --------------------------------------------------------------------
+
+    cdef int require_free(self, Py_ssize_t n) except -1:
+        """Prove that n blocks can be taken."""
+        if n > self.queue.num_free:
+            raise NoFreeBlocksError(
+                f"{n} blocks are needed, {self.queue.num_free} of {self.ids.count}"
+                " are free"
+            )
+        return 0
+
+    cdef block_id_t take_row(self) noexcept:
+        """The first free block, with one reference."""
+        cdef block_id_t row = self.queue.rows[ANCHOR].next_free_block
+        queue_unlink(&self.queue, row)
+        self.queue.rows[row].ref_cnt = 1
+        return row
+
+    cdef void return_row(self, block_id_t row) noexcept:
+        """Put a block that lost its last reference where it is taken next."""
+        self.queue.rows[row].ref_cnt = 0
+        queue_insert_after(&self.queue, ANCHOR, row)
+
+    cdef int require_shareable(self, block_id_t row) except -1:
+        """Prove that a block is in use and can have one more user."""
+        cdef BlockMeta* meta = &self.queue.rows[row]
+        if meta.ref_cnt == 0 or meta.ref_cnt == MAX_REF_CNT:
+            raise BlockStateError(
+                f"block {self.ids.id_of(row)} has {meta.ref_cnt} references, it cannot"
+                " be shared"
+            )
+        return 0
+
+    # -- blocks of any kind ------------------------------------------------------
+
+    cdef int check_open(self) except -1:
+        if self.inner:
+            raise ValueError(
+                "these blocks change through their prefix-caching allocator alone"
+            )
+        return 0
+
+    cdef object make(self, object prev_block, object token_ids):
+        """A block that holds no physical one yet."""
+        cdef NaiveBlock block
+        if self.objects is not None:
+            return self.objects.init_block(
+                prev_block, token_ids, self.block_size, None, None
+            )
+        block = NaiveBlock.__new__(NaiveBlock)
+        block.size = self.block_size
+        block.belong_to(self)
+        block.set_prev(prev_block)
+        block.fill(token_ids)
+        return block
+
+    cdef int attach(self, object block, block_id_t row) except -1:
+        """Have a block hold a physical one, whose reference becomes its."""
+        if isinstance(block, TokenBlock):
+            (<TokenBlock> block).hold(self, row)
+        else:
+            block.block_id = self.ids.id_of(row)
+        return 0
+
+    cdef block_id_t held_row(self, object block) except -1:
+        """The physical block that a block of this allocator holds."""
+        cdef block_id_t row
+        if isinstance(block, TokenBlock):
+            if (<TokenBlock> block).allocator is not self:
+                raise ValueError(f"{block!r} does not belong to {self!r}")
+            row = (<TokenBlock> block).row
+            if row == NO_ROW:
+                raise BlockStateError(f"{block!r} holds no physical block: freed")
+            return row
+        block_id = block.block_id
+        if block_id is None:
+            raise BlockStateError(f"{block!r} holds no physical block: it was freed")
+        row = self.ids.row_of(block_id)
+        if self.queue.rows[row].ref_cnt == 0:
+            raise BlockStateError(f"block {block_id} is free already")
+        return row
+
+    cdef int give_back(self, object block, block_id_t row) except -1:
+        """Take the reference of a block that holds a physical one."""
+        if isinstance(block, TokenBlock):
+            (<TokenBlock> block).let_go()
+        else:
+            block.block_id = None
+        if self.queue.rows[row].ref_cnt > 1:
+            self.queue.rows[row].ref_cnt -= 1
+        else:
+            self.return_row(row)
+        return 0
+
+    cdef int make_writable(self, TokenBlock block) except -1:
+        cdef block_id_t row = block.row
+        if self.queue.rows[row].ref_cnt == 1:
+            return 0
+        self.require_free(1)
+        self.copies.record(
+            block.id, self.ids.id_of(self.queue.rows[ANCHOR].next_free_block)
+        )
+        self.queue.rows[row].ref_cnt -= 1
+        block.hold(self, self.take_row())
+        return 0
+
+    cdef int promote(self, TokenBlock block) except -1:
+        raise NotImplementedError("a naive block is in no cache")
+
+    # -- allocate and free -------------------------------------------------------
+
+    def allocate_mutable_block(self, prev_block, extra_hash=None, device=None):
+        """A new block without tokens, behind another one of its sequence.
+
+        Args:
+            prev_block: The block before it, or None.
+            extra_hash: Not used.
+            device: None: an allocator has one device.
+
+        Raises:
+            NoFreeBlocksError: No block is free.
+        """
+        refuse_device(device)
+        return self.allocate(prev_block, ((),))[0]
+
+    def allocate_immutable_block(
+        self, prev_block, token_ids, extra_hash=None, device=None
+    ):
+        """As `allocate_mutable_block`, with its tokens, block_size of them or fewer."""
+        refuse_device(device)
+        return self.allocate(prev_block, (token_ids,))[0]
+
+    def allocate_immutable_blocks(
+        self, prev_block, block_token_ids, extra_hash=None, device=None
+    ):
+        """New blocks behind each other, one for each list of tokens.
+
+        Raises:
+            NoFreeBlocksError: Fewer are free. None was taken.
+        """
+        refuse_device(device)
+        return self.allocate(prev_block, block_token_ids)
+
+    def allocate_blocks(self, prev_block, block_token_ids, extra_hash=None):
+        """As `allocate_immutable_blocks`, which takes shorter lists of tokens too."""
+        return self.allocate(prev_block, block_token_ids)
+
+    cdef list allocate(self, object prev_block, object block_token_ids):
+        cdef list blocks = []
+        self.check_open()
+        for token_ids in block_token_ids:
+            prev_block = self.make(prev_block, token_ids)
+            blocks.append(prev_block)
+        self.attach_all(blocks)
+        return blocks
+
+    cdef int attach_all(self, list blocks) except -1:
+        """Have each block hold a free physical one."""
+        cdef list rows = []
+        cdef block_id_t row
+        self.require_free(len(blocks))
+        try:
+            for block in blocks:
+                row = self.take_row()
+                rows.append(row)
+                self.attach(block, row)
+        except BaseException:  # a block of another class would not take its id
+            for row in reversed(rows):
+                self.return_row(row)
+            raise
+        return 0
+
+    def free(self, block, keep_block_object=False):
+        """Take back a block's reference to its physical block.
+
+        Args:
+            block: A block of this allocator, which holds no physical one afterwards.
+            keep_block_object: Whether its object is still needed; kvcache's own are
+                reused only when nobody holds them.
+
+        Raises:
+            BlockStateError: It was freed already.
+            TypeError, ValueError: It is no block of this allocator.
+        """
+        self.check_open()
+        self.give_back(block, self.held_row(block))
+        if self.objects is not None and not keep_block_object:
+            self.objects.free_block(block)
+
+    def free_block_id(self, block_id):
+        """Take back one reference to a physical block, given by its id.
+
+        Raises:
+            BlockStateError: It is free already.
+            TypeError, ValueError: There is no such block.
+        """
+        cdef block_id_t row = self.ids.row_of(block_id)
+        self.check_open()
+        if self.queue.rows[row].ref_cnt == 0:
+            raise BlockStateError(f"block {block_id} is free already")
+        if self.queue.rows[row].ref_cnt > 1:
+            self.queue.rows[row].ref_cnt -= 1
+        else:
+            self.return_row(row)
+
+    def fork(self, last_block, num_blocks=None):
+        """New blocks of a sequence that shares all physical blocks of another.
+
+        Args:
+            last_block: Last block of the other sequence.
+            num_blocks: Fork so many of its last blocks, those before having been freed
+                (a sliding window has passed them); all if None.
+
+        Returns:
+            One block for each of the other's, first to last.
+
+        Raises:
+            BlockStateError: One of them was freed.
+            TypeError, ValueError: One is no block of this allocator.
+        """
+        cdef list blocks, rows = []
+        cdef block_id_t row
+        self.check_open()
+        if self.objects is None:
+            source = chain_of(last_block, NaiveBlock, num_blocks)
+        else:
+            source = get_all_blocks_recursively(last_block)
+            if num_blocks is not None:
+                as_int(num_blocks, "num_blocks", 1, len(source))
+                source = source[len(source) - num_blocks :]
+        blocks = []
+        prev_block = None
+        for block in source:
+            if self.objects is None:
+                prev_block = self.make(prev_block, ())
+                (<NaiveBlock> prev_block).share_content(block)
+            else:
+                prev_block = self.make(prev_block, block.token_ids)
+            blocks.append(prev_block)
+        for block in source:
+            row = self.held_row(block)
+            self.require_shareable(row)
+            rows.append(row)
+        for block, held in zip(blocks, rows):
+            self.attach(block, held)
+        for held in rows:
+            self.queue.rows[<block_id_t> held].ref_cnt += 1
+        return blocks
+
+    # -- copy-on-write, swap -----------------------------------------------------
+
+    def cow_block_if_not_appendable(self, block):
+        """Have a block hold a physical one that it may write to.
+
+        Returns:
+            The id: of a new block if others share the old one, else of the old one.
+
+        Raises:
+            NoFreeBlocksError: A copy is needed and no block is free.
+            BlockStateError: The block was freed.
+        """
+        cdef block_id_t row, copy
+        self.check_open()
+        row = self.held_row(block)
+        if isinstance(block, TokenBlock):
+            self.make_writable(block)
+            return block.block_id
+        if self.queue.rows[row].ref_cnt == 1:
+            return self.ids.id_of(row)
+        self.require_free(1)
+        copy = self.queue.rows[ANCHOR].next_free_block
+        block.block_id = self.ids.id_of(copy)
+        self.copies.record(self.ids.id_of(row), self.ids.id_of(copy))
+        self.queue.rows[row].ref_cnt -= 1
+        return self.ids.id_of(self.take_row())
+
+    def clear_copy_on_writes(self):
+        """The copies to make: pairs (source id, destination id) since the last call."""
+        return self.copies.clear_cows()
+
+    def check_swap_out(self, blocks):
+        """Raise what `swap_out` would raise, and change nothing."""
+        self.check_open()
+        check_held_once(list(blocks), self)
+
+    def swap_out(self, blocks):
+        """Take back the references of blocks whose content moves elsewhere.
+
+        Raises:
+            TypeError, ValueError: One is no block of this allocator, was freed, or
+                comes twice. Nothing was freed.
+        """
+        cdef list held = list(blocks)
+        self.check_open()
+        check_held_once(held, self)
+        for block in held:
+            self.give_back(block, self.held_row(block))
+
+    def check_swap_in(self, blocks):
+        """Raise what `swap_in` would raise once they are out, and change nothing."""
+        cdef list waiting = list(blocks)
+        self.check_open()
+        for block in waiting:
+            if self.objects is None and type(block) is not NaiveBlock:
+                raise TypeError(f"expected a NaiveBlock, got {block!r}")
+            if block.block_size != self.block_size:
+                raise ValueError(f"{block!r} has not {self.block_size} tokens")
+        if len({id(block) for block in waiting}) != len(waiting):
+            raise ValueError("a block is listed more than once")
+        self.require_free(len(waiting))
+
+    def swap_in(self, blocks):
+        """Have blocks that hold no physical one hold one of this allocator's.
+
+        Raises:
+            NoFreeBlocksError: Fewer are free. Nothing was taken.
+            TypeError, ValueError: One is no NaiveBlock, holds a physical block, or
+                comes twice. Nothing was taken.
+        """
+        cdef list waiting = list(blocks)
+        self.check_swap_in(waiting)
+        for block in waiting:
+            if block.block_id is not None:
+                raise BlockStateError(f"{block!r} holds a physical block")
+        for block in waiting:
+            if isinstance(block, TokenBlock):
+                (<TokenBlock> block).belong_to(self)
+        self.attach_all(waiting)
+
+    # -- what only a cache has ---------------------------------------------------
+
+    def promote_to_immutable_block(self, block):
+        """Raises NotImplementedError: there is no cache to share it through."""
+        raise NotImplementedError("a naive block is in no cache")
+
+    def mark_blocks_as_accessed(self, block_ids, now):
+        """Nothing: there is no cache."""
+
+    def mark_blocks_as_computed(self, block_ids):
+        """Nothing: there is no cache."""
+
+    def get_common_computed_block_ids(self, computed_seq_block_ids):
+        """[]: nothing is cached."""
+        return []
+
+    def find_cached_blocks_prefix(self, block_hashes):
+        """[]: nothing is cached."""
+        return []
+
+    def get_prefix_cache_hit_rate(self):
+        """-1: there is no cache."""
+        return -1
+
+    def reset_prefix_cache(self):
+        """True: there is nothing to forget."""
+        return True
+
+    # -- state -------------------------------------------------------------------
+
+    def get_num_full_blocks_touched(self, blocks):
+        """How many physical blocks swapping these in takes for the full ones."""
+        return len({id(block) for block in blocks if block.is_full})
+
+    def get_num_free_blocks(self):
+        """Number of blocks that nobody uses."""
+        return self.queue.num_free
+
+    def get_num_total_blocks(self):
+        """Number of physical blocks."""
+        return self.ids.count
+
+    def get_physical_block_id(self, absolute_id):
+        """Place of a block's id among the ids in ascending order, from 0 on. O(1).
+
+        Raises:
+            ValueError: There is no such block.
+        """
+        return self.ids.row_of(absolute_id)
+
+    @property
+    def all_block_ids(self):
+        """The ids, a frozenset."""
+        return self.ids.as_frozenset()
+
+    @property
+    def refcounter(self):
+        """Counts the references to each block."""
+        return self.counter
+
+    @property
+    def _refcounter(self):
+        return self.counter
+
+    @property
+    def _free_block_indices(self):
+        cdef list found = []
+        cdef block_id_t row = self.queue.rows[ANCHOR].next_free_block
+        while row != ANCHOR:
+            found.append(self.ids.id_of(row))
+            row = self.queue.rows[row].next_free_block
+        return found
+
+    def check(self):
+        """Prove that a block is in the queue if and only if nobody uses it; O(n).
+
+        Raises:
+            AssertionError: Names the first block for which it is not so.
+        """
+        cdef block_id_t row
+        cdef block_id_t at = self.queue.rows[ANCHOR].next_free_block, before = ANCHOR
+        cdef Py_ssize_t count = 0
+        while at != ANCHOR:
+            if (
+                self.queue.rows[at].ref_cnt
+                or self.queue.rows[at].prev_free_block != before
+            ):
+                raise AssertionError(f"block {self.ids.id_of(at)} is wrongly queued")
+            count += 1
+            if count > self.ids.count:
+                raise AssertionError("the free queue runs in a circle")
+            before, at = at, self.queue.rows[at].next_free_block
+        if count != self.queue.num_free:
+            raise AssertionError(
+                f"{count} blocks are queued, {self.queue.num_free} counted"
+            )
+        for row in range(self.ids.count):
+            # A prefix-caching allocator keeps its free cached blocks elsewhere.
+            if is_linked(&self.queue.rows[row]) != (
+                self.queue.rows[row].ref_cnt == 0
+            ) and not self.inner:
+                raise AssertionError(
+                    f"block {self.ids.id_of(row)} has {self.queue.rows[row].ref_cnt}"
+                    " references and is wrongly in or out of the queue"
+                )
+
+
+BlockAllocator.register(NaiveBlockAllocator)

@@ -1,0 +1,154 @@
+"""References to physical blocks, and the copies that writing to a shared one causes.
+
+Stores: a count in each block's row; of the copies, pairs of ids.
+Invariant: a count is never negative; an allocator's block is free if and only if it has
+none, so such counts cross zero through the allocator alone.
+Costs: every operation O(1). Threads: the GIL makes each call atomic.
+"""
+cimport cython
+
+from kvcache._types cimport MAX_REF_CNT, BlockMeta
+
+from kvcache.errors import BlockStateError
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class RefCounter:
+    """How many users each block has.
+
+    Args:
+        all_block_indices: The blocks' ids, in any iterable; a repeated one counts once.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.ids, self.store = BlockIds(()), BlockStore(0)
+
+    def __init__(self, all_block_indices):
+        if self.ids.count:
+            raise ValueError("the counter is already made")
+        cdef BlockIds ids = BlockIds(all_block_indices)
+        self.store = BlockStore(ids.count)
+        self.ids = ids
+
+    @staticmethod
+    cdef RefCounter for_allocator(BlockIds ids, BlockStore store):
+        cdef RefCounter made = RefCounter.__new__(RefCounter)
+        made.ids, made.store, made.of_allocator = ids, store, True
+        return made
+
+    cdef int add(self, object block_id, int change) except -1:
+        """Change a count by one; the new count."""
+        cdef BlockMeta* row = &self.store.rows[self.ids.row_of(block_id)]
+        if self.of_allocator and (row.ref_cnt == 0 or row.ref_cnt + change == 0):
+            raise BlockStateError(
+                f"block {block_id} has {row.ref_cnt} references; the first and the last"
+                " come and go through its allocator"
+            )
+        if row.ref_cnt + change < 0:
+            raise BlockStateError(f"block {block_id} has no reference to give back")
+        if row.ref_cnt == MAX_REF_CNT and change > 0:
+            raise ValueError(f"block {block_id} has {MAX_REF_CNT} references already")
+        row.ref_cnt += change
+        return row.ref_cnt
+
+    def incr(self, block_id):
+        """One reference more; the new count.
+
+        Raises:
+            ValueError: There is no such block, or the count is at its limit.
+        """
+        return self.add(block_id, 1)
+
+    def decr(self, block_id):
+        """One reference less; the new count.
+
+        Raises:
+            ValueError: There is no such block.
+            BlockStateError: It has no reference.
+        """
+        return self.add(block_id, -1)
+
+    def get(self, block_id):
+        """The count.
+
+        Raises:
+            ValueError: There is no such block.
+        """
+        return self.store.rows[self.ids.row_of(block_id)].ref_cnt
+
+    def as_readonly(self):
+        """A view that shows the counts and refuses to change them."""
+        return ReadOnlyRefCounter(self)
+
+    @property
+    def _refcounts(self):
+        cdef int row
+        return {
+            self.ids.id_of(row): self.store.rows[row].ref_cnt
+            for row in range(self.ids.count)
+        }
+
+
+@cython.final
+cdef class ReadOnlyRefCounter:
+    """A view of a counter that cannot change it.
+
+    Args:
+        refcounter: The `RefCounter`, or what has its `get`.
+    """
+
+    def __init__(self, refcounter):
+        self.counter = refcounter
+
+    def incr(self, block_id):
+        """Raises ValueError: the view is read-only."""
+        raise ValueError(f"cannot count block {block_id} up: the view is read-only")
+
+    def decr(self, block_id):
+        """Raises ValueError: the view is read-only."""
+        raise ValueError(f"cannot count block {block_id} down: the view is read-only")
+
+    def get(self, block_id):
+        """The count, as `RefCounter.get`."""
+        return self.counter.get(block_id)
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class CopyOnWriteTracker:
+    """The copies that the engine must make before the next step.
+
+    Args:
+        refcounter: What tells how many users a block has: `get(block_id)`.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.copies = []
+
+    def __init__(self, refcounter):
+        self.counter = refcounter
+
+    def is_appendable(self, block):
+        """Whether a block may be written to: nobody shares its physical block."""
+        block_id = block.block_id
+        return block_id is None or self.counter.get(block_id) <= 1
+
+    cdef int record(self, object source, object destination) except -1:
+        self.copies.append((source, destination))
+        return 0
+
+    def record_cow(self, src_block_id, trg_block_id):
+        """Note that one block's content must be copied to another.
+
+        Raises:
+            ValueError: One of the ids is None.
+        """
+        if src_block_id is None or trg_block_id is None:
+            raise ValueError(f"cannot copy block {src_block_id} to {trg_block_id}")
+        self.record(src_block_id, trg_block_id)
+
+    def clear_cows(self):
+        """The pairs (source id, destination id) since the last call, oldest first."""
+        copies, self.copies = self.copies, []
+        return copies
