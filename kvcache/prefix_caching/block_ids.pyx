@@ -30,7 +30,7 @@ cdef class BlockIds:
     def __cinit__(self, block_ids, num_blocks=None):
         cdef Py_ssize_t i
         if type(block_ids) is range and block_ids.step == 1:
-            count = len(block_ids)
+            count = max(0, block_ids.stop - block_ids.start)
             if count:
                 self.first = as_int(block_ids.start, "a block id", 0, INT64_MAX)
                 as_int(block_ids.stop - 1, "a block id", 0, INT64_MAX)
@@ -41,7 +41,8 @@ cdef class BlockIds:
             distinct = sorted(set(listed))
             count = len(distinct)
             if num_blocks is not None and count != len(listed):
-                twice = next(one for one in distinct if listed.count(one) > 1)
+                seen = set()
+                twice = next(one for one in listed if one in seen or seen.add(one))
                 raise ValueError(f"block id {twice} is listed more than once")
             if count:
                 self.first = distinct[0]

@@ -65,9 +65,11 @@ cdef class NaiveBlock(TokenBlock):
 
 
 cdef class PrefixCachingBlock(TokenBlock):
-    cdef int write_hashed(self, object tokens) except -1
-    cdef int64_t total_before(self) except -1
-    cdef int find_digest(self) except -1
+    cdef object foreign_parent(self, Py_ssize_t n)
+    cdef int write_hashed(
+        self, object tokens, int64_t before, object foreign_parent
+    ) except -1
+    cdef int find_digest(self, object foreign_parent) except -1
 
 
 # The last num_blocks blocks up to this one, all if None; each of the type given.

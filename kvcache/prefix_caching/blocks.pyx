@@ -19,7 +19,6 @@ from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
 import builtins
-import operator
 
 from kvcache._args cimport as_int
 from kvcache._types cimport MAX_BLOCKS
@@ -198,6 +197,15 @@ cdef class TokenBlock:
         return None if self.prev == NULL else <object> self.prev
 
 
+cdef int64_t tokens_up_to(object block) except? -1:
+    """Number of tokens from the start of a sequence to the end of this block."""
+    if block is None:
+        return 0
+    if type(block) is PrefixCachingBlock:
+        return (<PrefixCachingBlock> block).total
+    return as_int(block.num_tokens_total, "num_tokens_total", 0, INT64_MAX)
+
+
 cdef int refuse_second_init(TokenBlock block) except -1:
     """A block is made once: making it again would lose what it holds."""
     if block.size:
@@ -234,8 +242,8 @@ cdef class NaiveBlock(TokenBlock):
         _cow_target=None,
         extra_hash=None,
     ):
-        refuse_second_init(self)
         cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
+        refuse_second_init(self)
         self.set_prev(prev_block)
         self.size = size
         self.belong_to(allocator)
@@ -332,7 +340,6 @@ cdef class PrefixCachingBlock(TokenBlock):
         computed=False,
         extra_hash=None,
     ):
-        refuse_second_init(self)
         # Imported here: the allocators' module needs this one.
         from kvcache.prefix_caching.prefix_caching_block_allocator import (
             PrefixCachingBlockAllocator,
@@ -344,7 +351,11 @@ cdef class PrefixCachingBlock(TokenBlock):
         assert_prefix_caching_block_or_none(prev_block)
         cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
         cdef bytes extra = encode_extra(extra_hash)
-        self.set_prev(prev_block)
+        cdef int64_t before = tokens_up_to(prev_block)
+        # Nothing runs from here to where it has a size that could make it meanwhile.
+        refuse_second_init(self)
+        TokenBlock.set_prev(self, prev_block)
+        self.total = before
         self.size = size
         self.belong_to(allocator)
         if block_id is not None:
@@ -354,34 +365,40 @@ cdef class PrefixCachingBlock(TokenBlock):
         self.fill(token_ids)
 
     cdef int set_prev(self, object prev) except -1:
-        TokenBlock.set_prev(self, prev)
-        self.total = self.total_before()
-        return 0
-
-    cdef int64_t total_before(self) except -1:
-        """Tokens up to the end of the block before, which may have grown since."""
-        if self.prev == NULL:
-            return 0
-        if type(<object> self.prev) is PrefixCachingBlock:
-            return (<PrefixCachingBlock> self.prev).total
-        return operator.index((<object> self.prev).num_tokens_total)
+        self.total = tokens_up_to(prev)
+        return TokenBlock.set_prev(self, prev)
 
     cdef int fill(self, object token_ids) except -1:
         TokenBlock.fill(self, token_ids)
         if self.num_tokens == self.size:
-            self.find_digest()
+            self.find_digest(self.foreign_parent(0))
         return 0
 
-    cdef int write_hashed(self, object tokens) except -1:
-        """`write`, and the hash follows."""
-        cdef int64_t before = self.total_before()
+    cdef object foreign_parent(self, Py_ssize_t n):
+        """If n more tokens fill it: the hash of a block before of another class."""
+        cdef object parent
+        if self.prev == NULL or type(<object> self.prev) is PrefixCachingBlock:
+            return None
+        if self.num_tokens + n != self.size:
+            return None
+        parent = (<object> self.prev).content_hash
+        if parent is None or parent == prefix_hash.NONE_HASH:
+            return None
+        if type(parent) is not int:
+            raise TypeError(f"a content hash must be an int, got {parent!r}")
+        return parent
+
+    cdef int write_hashed(
+        self, object tokens, int64_t before, object foreign_parent
+    ) except -1:
+        """`write`, and the total and the hash follow: nothing foreign runs."""
         self.write(tokens)
         self.total = before + self.num_tokens
         if self.num_tokens == self.size:
-            self.find_digest()
+            self.find_digest(foreign_parent)
         return 0
 
-    cdef int find_digest(self) except -1:
+    cdef int find_digest(self, object foreign_parent) except -1:
         """Hash the full block, unless the one before it has no hash."""
         cdef object before = None if self.prev == NULL else <object> self.prev
         if before is None:
@@ -394,11 +411,11 @@ cdef class PrefixCachingBlock(TokenBlock):
                 self.extra_bytes, self.digest,
             )
         else:
-            before = before.content_hash
-            if before is None or before == prefix_hash.NONE_HASH:
+            if foreign_parent is None:
                 return 0
             digest_after(
-                False, before, self.tokens, self.size, self.extra_bytes, self.digest
+                False, foreign_parent, self.tokens, self.size, self.extra_bytes,
+                self.digest,
             )
         self.has_digest = True
         return 0
@@ -416,9 +433,15 @@ cdef class PrefixCachingBlock(TokenBlock):
             NoFreeBlocksError: A copy is needed and no block is free.
             TypeError, ValueError: One is not an int of 64 bits.
         """
+        cdef object tokens = exact_tokens(token_ids)
+        cdef object parent = None
+        cdef int64_t before = 0
+        if self.prev != NULL:
+            before = tokens_up_to(<object> self.prev)
+            parent = self.foreign_parent(len(tokens))
+        # From here on nothing runs that could change the block.
         if self.has_digest or self.is_computed:
             raise BlockStateError(f"{self!r} is immutable")
-        cdef object tokens = exact_tokens(token_ids)
         self.make_room(len(tokens))
         if not tokens:
             return
@@ -426,11 +449,11 @@ cdef class PrefixCachingBlock(TokenBlock):
             if self.row == NO_ROW:
                 raise BlockStateError(f"{self!r} holds no physical block: it was freed")
             (<BlockOwner> self.owner).make_writable(self)
-            self.write_hashed(tokens)
+            self.write_hashed(tokens, before, parent)
             if self.has_digest:
                 (<BlockOwner> self.owner).promote(self)
             return
-        self.write_hashed(tokens)
+        self.write_hashed(tokens, before, parent)
         if self.id != NO_BLOCK_ID:
             self.block_id = self.allocator.cow_block_if_not_appendable(self)
         if self.has_digest:

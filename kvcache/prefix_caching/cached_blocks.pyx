@@ -232,7 +232,8 @@ cdef class AllocatorEvictor:
         self.blocks = blocks
 
     def __contains__(self, block_id):
-        return heap_contains(&self.blocks.heap, self.blocks.ids.row_of(block_id))
+        cdef block_id_t row = self.blocks.ids.find(block_id)
+        return row != NO_ROW and heap_contains(&self.blocks.heap, row)
 
     @property
     def num_blocks(self):

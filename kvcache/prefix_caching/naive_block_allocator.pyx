@@ -96,6 +96,8 @@ cdef class NaiveBlockAllocator(BlockOwner):
         cdef BlockIds made = BlockIds(range(count) if ids is None else ids, count)
         cdef BlockStore store = BlockStore(count)
         cdef block_id_t row
+        if self.ids is not None and self.ids.count:
+            raise ValueError("the allocator was made while its block ids were read")
         self.block_size, self.ids, self.store = size, made, store
         self.queue.num_free = 0
         self.queue.rows = self.store.rows
@@ -170,8 +172,20 @@ cdef class NaiveBlockAllocator(BlockOwner):
         block.fill(token_ids)
         return block
 
+    cdef int require_idle(self, object block) except -1:
+        """Prove that a block, which `create_block` may have made, can get a row."""
+        if isinstance(block, TokenBlock):
+            if (<TokenBlock> block).allocator is not self:
+                raise ValueError(f"{block!r} does not belong to {self!r}")
+            if (<TokenBlock> block).row != NO_ROW:
+                raise BlockStateError(f"{block!r} holds a physical block")
+        elif block.block_id is not None:
+            raise BlockStateError(f"{block!r} holds physical block {block.block_id}")
+        return 0
+
     cdef int attach(self, object block, block_id_t row) except -1:
         """Have a block hold a physical one, whose reference becomes its."""
+        self.require_idle(block)
         if isinstance(block, TokenBlock):
             (<TokenBlock> block).hold(self, row)
         else:
@@ -185,15 +199,15 @@ cdef class NaiveBlockAllocator(BlockOwner):
             if (<TokenBlock> block).allocator is not self:
                 raise ValueError(f"{block!r} does not belong to {self!r}")
             row = (<TokenBlock> block).row
-            if row == NO_ROW:
-                raise BlockStateError(f"{block!r} holds no physical block: freed")
-            return row
-        block_id = block.block_id
-        if block_id is None:
+        else:
+            if not hasattr(block, "block_id"):
+                raise TypeError(f"expected a block, got {block!r}")
+            block_id = block.block_id
+            row = NO_ROW if block_id is None else self.ids.row_of(block_id)
+        if row == NO_ROW:
             raise BlockStateError(f"{block!r} holds no physical block: it was freed")
-        row = self.ids.row_of(block_id)
-        if self.queue.rows[row].ref_cnt == 0:
-            raise BlockStateError(f"block {block_id} is free already")
+        if self.queue.rows[row].ref_cnt == 0:  # `free_block_id` took its reference
+            raise BlockStateError(f"block {self.ids.id_of(row)} is free already")
         return row
 
     cdef int give_back(self, object block, block_id_t row) except -1:
@@ -202,14 +216,18 @@ cdef class NaiveBlockAllocator(BlockOwner):
             (<TokenBlock> block).let_go()
         else:
             block.block_id = None
-        if self.queue.rows[row].ref_cnt > 1:
-            self.queue.rows[row].ref_cnt -= 1
-        else:
-            self.return_row(row)
+        self.drop_row(row)
         return 0
 
+    cdef void drop_row(self, block_id_t row) noexcept:
+        """One reference less, unless a custom block took the last one meanwhile."""
+        if self.queue.rows[row].ref_cnt > 1:
+            self.queue.rows[row].ref_cnt -= 1
+        elif self.queue.rows[row].ref_cnt == 1:
+            self.return_row(row)
+
     cdef int make_writable(self, TokenBlock block) except -1:
-        cdef block_id_t row = block.row
+        cdef block_id_t row = self.held_row(block)
         if self.queue.rows[row].ref_cnt == 1:
             return 0
         self.require_free(1)
@@ -272,17 +290,25 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     cdef int attach_all(self, list blocks) except -1:
         """Have each block hold a free physical one."""
-        cdef list rows = []
-        cdef block_id_t row
+        cdef list rows
         self.require_free(len(blocks))
+        rows = [self.take_row() for _ in blocks]
+        self.attach_to(blocks, rows)
+        return 0
+
+    cdef int attach_to(self, list blocks, list rows) except -1:
+        """Have each block hold a row; if one does not take it, drop all of them."""
+        cdef Py_ssize_t i, done = 0
         try:
-            for block in blocks:
-                row = self.take_row()
-                rows.append(row)
-                self.attach(block, row)
-        except BaseException:  # a block of another class would not take its id
-            for row in reversed(rows):
-                self.return_row(row)
+            for i in range(len(blocks)):
+                self.attach(blocks[i], rows[i])
+                done = i + 1
+        except BaseException:
+            for block in blocks[:done]:
+                if isinstance(block, TokenBlock):
+                    (<TokenBlock> block).let_go()
+            for i in range(len(rows) - 1, -1, -1):
+                self.drop_row(rows[i])
             raise
         return 0
 
@@ -342,10 +368,10 @@ cdef class NaiveBlockAllocator(BlockOwner):
         else:
             source = get_all_blocks_recursively(last_block)
             if num_blocks is not None:
-                as_int(num_blocks, "num_blocks", 1, len(source))
-                source = source[len(source) - num_blocks :]
+                last = as_int(num_blocks, "num_blocks", 1, len(source))
+                source = source[len(source) - last :]
         blocks = []
-        prev_block = None
+        prev_block = source[0].prev_block
         for block in source:
             if self.objects is None:
                 prev_block = self.make(prev_block, ())
@@ -357,10 +383,9 @@ cdef class NaiveBlockAllocator(BlockOwner):
             row = self.held_row(block)
             self.require_shareable(row)
             rows.append(row)
-        for block, held in zip(blocks, rows):
-            self.attach(block, held)
         for held in rows:
             self.queue.rows[<block_id_t> held].ref_cnt += 1
+        self.attach_to(blocks, rows)
         return blocks
 
     # -- copy-on-write, swap -----------------------------------------------------
@@ -384,11 +409,15 @@ cdef class NaiveBlockAllocator(BlockOwner):
         if self.queue.rows[row].ref_cnt == 1:
             return self.ids.id_of(row)
         self.require_free(1)
-        copy = self.queue.rows[ANCHOR].next_free_block
-        block.block_id = self.ids.id_of(copy)
+        copy = self.take_row()
+        try:
+            block.block_id = self.ids.id_of(copy)
+        except BaseException:
+            self.drop_row(copy)
+            raise
         self.copies.record(self.ids.id_of(row), self.ids.id_of(copy))
-        self.queue.rows[row].ref_cnt -= 1
-        return self.ids.id_of(self.take_row())
+        self.drop_row(row)
+        return self.ids.id_of(copy)
 
     def clear_copy_on_writes(self):
         """The copies to make: pairs (source id, destination id) since the last call."""

@@ -47,7 +47,7 @@ cdef class BlockPool:
 
     def increase_pool(self):
         """Keep twice as many objects."""
-        self.pool_size = min(2 * self.pool_size, 2**62)
+        self.pool_size = 2 * min(self.pool_size, 2**61)
 
     def init_block(
         self, prev_block, token_ids, block_size, physical_block_id, extra_hash=None

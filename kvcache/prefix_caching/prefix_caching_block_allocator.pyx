@@ -72,6 +72,8 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     cdef int build(self, object num_blocks, object block_size, object ids) except -1:
         cdef CachedBlocks blocks = CachedBlocks(num_blocks, block_size, ids)
+        if self.ids is not None and self.ids.count:
+            raise ValueError("the allocator was made while its block ids were read")
         self.blocks, self.ids = blocks, blocks.ids
         self.store, self.block_size = blocks.hashless.store, blocks.hashless.block_size
         self.metric_data = CacheMetricData()
@@ -229,7 +231,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         assert_prefix_caching_block_or_none(prev_block)
         for token_ids in block_token_ids:
             if may_have_tail and block is not None and not block.has_digest:
-                raise BlockStateError(f"{block!r} has room and is not the last")
+                raise BlockStateError(f"{block!r} has no hash and is not the last")
             block = self.make(prev_block, token_ids, extra_hash, extra)
             if not block.has_digest and not may_have_tail:
                 raise BlockStateError(
@@ -290,7 +292,9 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         Args:
             last_block: Last block of the other sequence.
             num_blocks: Fork so many of its last blocks, those before having been freed
-                (a sliding window has passed them); all if None.
+                (a sliding window has passed them); all if None. The first of the new
+                ones stands behind the same block as the old one, so that its hash is
+                that of the whole sequence.
 
         Returns:
             One block for each of the other's, first to last.
@@ -301,7 +305,8 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         """
         cdef list source = chain_of(last_block, PrefixCachingBlock, num_blocks)
         cdef list blocks = []
-        cdef PrefixCachingBlock old, block, before = None
+        cdef PrefixCachingBlock old, block
+        cdef object before = (<TokenBlock> source[0]).prev_block
         cdef Py_ssize_t i
         for item in source:
             old = <PrefixCachingBlock> item
@@ -309,8 +314,12 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             block = PrefixCachingBlock.__new__(PrefixCachingBlock)
             block.size = self.block_size
             block.belong_to(self)
-            block.set_prev(before)
+            # Of any class if it stays: nothing may be asked of it here.
+            TokenBlock.set_prev(block, before)
             block.share_content(old)
+            if type(before) is PrefixCachingBlock:
+                # The old one's total is that of when it was last written to.
+                block.total = (<PrefixCachingBlock> before).total + block.num_tokens
             blocks.append(block)
             before = block
         # Nothing has run since the checks that could change the allocator.

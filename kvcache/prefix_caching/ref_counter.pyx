@@ -40,10 +40,9 @@ cdef class RefCounter:
     cdef int add(self, object block_id, int change) except -1:
         """Change a count by one; the new count."""
         cdef BlockMeta* row = &self.store.rows[self.ids.row_of(block_id)]
-        if self.of_allocator and (row.ref_cnt == 0 or row.ref_cnt + change == 0):
+        if self.of_allocator:
             raise BlockStateError(
-                f"block {block_id} has {row.ref_cnt} references; the first and the last"
-                " come and go through its allocator"
+                f"the references to block {block_id} come and go through its allocator"
             )
         if row.ref_cnt + change < 0:
             raise BlockStateError(f"block {block_id} has no reference to give back")

@@ -164,12 +164,15 @@ class ReferenceAllocator:
         prev: ReferenceBlock | None,
         block_tokens: list[Tokens],
         extra: int | None = None,
+        tail: bool = False,
     ) -> list[ReferenceBlock]:
+        """With a tail, the last one need not be full."""
         blocks = []
         for tokens in block_tokens:
             prev = ReferenceBlock(self, prev, extra, tokens)
-            require(prev.content is not None, BlockStateError)
             blocks.append(prev)
+        full = [block.content is not None for block in blocks]
+        require(all(full[:-1] if tail else full), BlockStateError)
         for block, place in zip(blocks, self.place_all(blocks), strict=True):
             block.id, block.computed = place
         return blocks
@@ -211,10 +214,16 @@ class ReferenceAllocator:
         self.drop(self.held(block), block.total)
         block.id = None
 
-    def fork(self, last: ReferenceBlock) -> list[ReferenceBlock]:
-        prev: ReferenceBlock | None = None
+    def fork(
+        self, last: ReferenceBlock, count: int | None = None
+    ) -> list[ReferenceBlock]:
+        """The last blocks, so many of them, or all."""
+        chain = last.chain()
+        require(count is None or 0 < count <= len(chain))
+        source = chain[-count:] if count else chain
+        prev = source[0].prev
         blocks = []
-        for old in last.chain():
+        for old in source:
             prev = ReferenceBlock(self, prev, old.extra, old.tokens, id=self.held(old))
             prev.content = old.content
             blocks.append(prev)

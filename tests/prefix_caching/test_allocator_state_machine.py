@@ -274,6 +274,21 @@ class AllocatorMachine(RuleBasedStateMachine):
             side, lambda: side.model.allocate_immutable(model, tokens, extra), actual
         )
 
+    @rule(data=st.data(), i=which_side, num_full=st.integers(0, 3))
+    def allocate_blocks(self, data: st.DataObject, i: int, num_full: int) -> None:
+        """Full ones, and one that may have room: vLLM has no such call."""
+        if not self.is_vllm:
+            side, prev = self.sides[i], self.draw_prev(data)
+            lengths = [*[st.just(self.size)] * num_full, st.integers(0, self.size)]
+            tokens = [self.draw_tokens(data, n) for n in lengths]
+            extra = data.draw(self.extra, label="extra")
+            model, real = (prev.model, prev.real) if prev else (None, None)
+            self.agree_on_blocks(
+                side,
+                lambda: side.model.allocate_immutable(model, tokens, extra, tail=True),
+                lambda: side.real.allocate_blocks(real, tokens, extra),
+            )
+
     @rule(data=st.data(), i=which_side)
     def allocate_mutable_block(self, data: st.DataObject, i: int) -> None:
         extra = data.draw(self.extra, label="extra")
@@ -351,16 +366,17 @@ class AllocatorMachine(RuleBasedStateMachine):
                 for pair in [one for one in self.pairs if one.model is model]:
                     self.free_in_both(side, pair)
 
-    @rule(data=st.data(), write=st.booleans())
-    def fork(self, data: st.DataObject, write: bool) -> None:
+    @rule(data=st.data(), write=st.booleans(), count=st.none() | st.integers(0, 3))
+    def fork(self, data: st.DataObject, write: bool, count: int | None) -> None:
         """And write to the last block of the new sequence, or of the old one."""
         drawn = self.draw_with_side(data)
         if drawn and len(self.pairs) < 2 * MOST_BLOCKS:
             side, last = drawn
+            some = () if self.is_vllm or count is None else (count,)
             forked = self.agree_on_blocks(
                 side,
-                lambda: side.model.fork(last.model),
-                lambda: side.real.fork(last.real),
+                lambda: side.model.fork(last.model, *some),
+                lambda: side.real.fork(last.real, *some),
             )
             if forked and write:
                 pair = data.draw(st.sampled_from([last, self.pairs[-1]]), label="block")
@@ -515,6 +531,7 @@ def mistakes(side: Side, other: Side, pairs: list[Pair]) -> Iterator[tuple[Any, 
         yield TypeError, "allocate_mutable_block", prev
         yield TypeError, "allocate_immutable_block", prev, full
         yield TypeError, "allocate_immutable_blocks", prev, [full]
+        yield TypeError, "allocate_blocks", prev, [full]
     for extra in (True, 1.0, "1", b"1", [1]):
         yield TypeError, "allocate_mutable_block", None, extra
         yield TypeError, "allocate_immutable_block", None, full, extra
@@ -539,10 +556,16 @@ def mistakes(side: Side, other: Side, pairs: list[Pair]) -> Iterator[tuple[Any, 
     ]:
         yield error, "allocate_immutable_block", None, tokens
         yield error, "allocate_immutable_blocks", None, [full, tokens]
+        yield error, "allocate_blocks", None, [full, tokens, full]
     yield BlockStateError, "allocate_immutable_block", idle, full
     yield TypeError, "allocate_immutable_blocks", None, None
     too_many = [[2**40 + i] * size for i in range(side.model.num_free + 1)]
     yield NoFreeBlocksError, "allocate_immutable_blocks", None, too_many
+    yield NoFreeBlocksError, "allocate_blocks", None, [*too_many[1:], []]
+    for count in (0, -1, 2**64):
+        yield ValueError, "fork", idle, count
+    for some in (True, 1.0, "1"):
+        yield TypeError, "fork", idle, some
 
     for error, block in [
         (BlockStateError, idle),
