@@ -1,6 +1,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.hashing.blocks import _Tokens
 
 _HashFunction = Callable[[Any], bytes]
@@ -43,6 +46,8 @@ class BlockHasher:
     def num_tokens(self) -> int: ...
     @property
     def block_hashes(self) -> list[bytes]: ...
+    @property
+    def token_ids(self) -> NDArray[np.int64]: ...
     @property
     def nbytes(self) -> int: ...
     def append(self, tokens: int | _Tokens) -> list[bytes]: ...

@@ -9,6 +9,7 @@ Costs: O(1) a token, and a hash a block; to truncate, O(hashes withdrawn).
 Threads: one at a time; the GIL makes each call atomic.
 """
 cimport cython
+cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport int32_t
@@ -26,6 +27,8 @@ from kvcache.hashing.tokens cimport as_token, as_tokens
 from kvcache.errors import BlockStateError
 from kvcache.hashing.extra_keys import blocks_extra_keys
 from kvcache.hashing.functions import sha256
+
+cnp.import_array()
 
 
 @cython.final
@@ -77,6 +80,17 @@ cdef class BlockHasher:
     def block_hashes(self):
         """The hashes of all full blocks: one list, which grows and shrinks."""
         return self.hashes
+
+    @property
+    def token_ids(self):
+        """The tokens, int64, shape (num_tokens,), a copy."""
+        cdef cnp.npy_intp shape = self.num_tokens
+        cdef cnp.ndarray ids = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
+        if self.num_tokens:
+            memcpy(
+                cnp.PyArray_DATA(ids), self.tokens, self.num_tokens * sizeof(int64_t)
+            )
+        return ids
 
     @property
     def nbytes(self):

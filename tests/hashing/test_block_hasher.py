@@ -476,6 +476,22 @@ def test_the_bytes_of_its_tokens_are_reported_and_given_back() -> None:
         tracemalloc.stop()
 
 
+def test_the_tokens_can_be_read_back_as_a_copy() -> None:
+    hasher = BlockHasher(4)
+    hasher.append([1, 2**62, 3])
+    hasher.append(4)
+    hasher.truncate(3)
+    tokens = hasher.token_ids
+    assert tokens.dtype == np.int64
+    assert tokens.tolist() == [1, 2**62, 3]
+    tokens[0] = 9
+    assert hasher.token_ids[0] == 1
+
+
+def test_a_hasher_without_tokens_has_an_empty_array_of_them() -> None:
+    assert BlockHasher.__new__(BlockHasher).token_ids.shape == (0,)
+
+
 def test_a_hasher_is_initialised_once() -> None:
     hasher = BlockHasher(4)
     hasher.append([1] * 5)
