@@ -40,6 +40,8 @@ LONGER = {
     "hash_index.pyx": "the table in C, and the map that shows it",
     "hash_index.pxd": "the primitives that must be inlined where they are used",
     "pool_state.pxd": "likewise",
+    "manager/kv_cache_manager.pyx": "vLLM's manager is one class, alone and by step",
+    "manager/manager_state.pxd": "the structs and primitives that all parts share",
     "prefix_caching/blocks.pyx": "both kinds of block know each other's fields",
     "prefix_caching/interfaces.py": "three interfaces, with every method's contract",
     "prefix_caching/naive_block_allocator.pyx": "vLLM's whole class",

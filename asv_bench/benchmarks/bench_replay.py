@@ -6,7 +6,7 @@ from kvcache.replay.workload import Workload
 
 from .common import WHO, PlainPool
 
-REQUESTS = {"sessions": 96, "turns": 8, "concurrency": 64}
+REQUESTS = {"sessions": 96, "turns": 8, "open_sessions": 64}
 
 
 class Chat:

@@ -1,9 +1,9 @@
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
 
-@disjoint_base
-class PoolReplay:
+from kvcache.replay._pool import ReplayedPool
+
+class PoolReplay(ReplayedPool):
     def __init__(
         self, num_blocks: int, block_size: int, *, record_assignment: bool = True
     ) -> None: ...

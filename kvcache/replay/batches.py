@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Row = tuple[int, Sequence[int]]
 """A request: its prompt's tokens, and an id for each full block, or more."""
+Arrival = tuple[int, Sequence[int], float | None, int]
+"""A row, when it arrives in milliseconds, or None, and how many tokens it generates."""
 
 BATCH_BLOCKS = 8192
 KEY_BYTES = 16
@@ -49,6 +51,9 @@ class Source(Protocol):
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the requests in the order in which they run."""
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the same requests, with when they arrive and what they generate."""
 
 
 class Batch(NamedTuple):

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from kvcache.replay import Report, Source, Trace, TraceError, replay
+from kvcache.replay import STEP_MS, Report, Source, Trace, TraceError, replay
 from kvcache.replay.report import prepare_plot
-from kvcache.replay.trace import MAX_BLOCK_SIZE
+from kvcache.replay.row import MAX_BLOCK_SIZE
 from kvcache.replay.workload import SHAPE, Workload
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NAME = "replay"
 HELP = "replay a trace of requests through pools of several sizes"
 MAX_BLOCKS = 2**31 - 1
+MAX_CONCURRENCY = 65_536
 DEFAULT_SIZES = [1_000, 5_000, 20_000, 50_000]
 
 T = TypeVar("T")
@@ -68,6 +69,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"{Workload.block_size})",
     )
     parser.add_argument(
+        "--concurrency",
+        type=_integer(1, MAX_CONCURRENCY),
+        metavar="N",
+        help="replay by arrival time, with at most N requests running at a time and "
+        "their output decoded step by step (default: one after the other, without "
+        "their output)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=_integer(1, 2**31 - 1),
+        metavar="N",
+        help=f"milliseconds a step lasts (default: {STEP_MS}); needs --concurrency",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print JSON instead of a table"
     )
     parser.add_argument(
@@ -90,13 +105,20 @@ def run(args: Namespace, parser: ArgumentParser) -> int:
     """Replay and print; a caller's mistake exits through the parser."""
     if (args.budget_gib is None) != (args.kv_bytes_per_token is None):
         parser.error("--budget-gib and --kv-bytes-per-token need each other")
+    if args.step_ms is not None and args.concurrency is None:
+        parser.error("--step-ms needs --concurrency")
     draw = _plotter(args.plot, parser) if args.plot else None
     try:
         with _open(args, parser) as source:
             sizes = _sizes(args, source.block_size, parser)
             with _progress(source) as on_batch:
                 report = replay(
-                    source, sizes, record_assignment=args.json, on_batch=on_batch
+                    source,
+                    sizes,
+                    concurrency=args.concurrency,
+                    step_ms=args.step_ms or STEP_MS,
+                    record_assignment=args.json,
+                    on_batch=on_batch,
                 )
     except (TraceError, OSError, ImportError, MemoryError) as error:
         _fail(parser, str(error) or "out of memory")

@@ -8,20 +8,24 @@ Thread-safety: none; a trace is read once, by one thread.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Any
 
+from kvcache.replay.row import (
+    MAX_BLOCK_SIZE,
+    block_size_limits,
+    parse_arrival,
+    parse_row,
+)
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from kvcache.replay.batches import Row
+    from kvcache.replay.batches import Arrival, Row
 
-MAX_BLOCK_SIZE = 2**31 - 1
-MAX_TOKENS = 2**63 - 1
 HEAD_ROWS = 1000
 
 
@@ -68,7 +72,8 @@ class Trace:
         self.path = os.fspath(path)
         self.name = os.path.basename(self.path)
         self._line = 0
-        self._head: list[Row] = []
+        # Line, input_length, hash_ids and the whole row of each.
+        self._head: list[tuple[int, int, list[int], dict[str, Any]]] = []
         # A trace of known block size may leave out the id of a partly filled
         # last block; a size found by counting ids is right only if none does.
         self._counted = False
@@ -112,13 +117,32 @@ class Trace:
             TraceError: A row is malformed, contradicts the block size, or
                 cannot be read from the file.
         """
-        yield from self._head
-        self._head.clear()
-        for length, ids, named_size in self._parsed:
-            self._check(length, len(ids), named_size)
+        for _, length, ids, _ in self._rows():
             yield length, ids
 
-    def _parse(self) -> Iterator[tuple[int, list[int], int | None]]:
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the rows in file order, with `timestamp` and `output_length`.
+
+        A row without them has None and 1.
+
+        Raises:
+            TraceError: As in iteration, or one of them is no number in its range.
+        """
+        for line, length, ids, row in self._rows():
+            try:
+                timestamp, output_length = parse_arrival(row)
+            except ValueError as error:
+                raise self._error(str(error), line) from None
+            yield length, ids, timestamp, output_length
+
+    def _rows(self) -> Iterator[tuple[int, int, list[int], dict[str, Any]]]:
+        yield from self._head
+        self._head.clear()
+        for length, ids, named_size, row in self._parsed:
+            self._check(length, len(ids), named_size)
+            yield self._line, length, ids, row
+
+    def _parse(self) -> Iterator[tuple[int, list[int], int | None, dict[str, Any]]]:
         for line in self._lines():
             if line.isspace():
                 continue
@@ -151,7 +175,7 @@ class Trace:
 
     def _find_block_size(self) -> int:
         low, high = 1, MAX_BLOCK_SIZE
-        for length, ids, named_size in islice(self._parsed, HEAD_ROWS):
+        for length, ids, named_size, row in islice(self._parsed, HEAD_ROWS):
             if named_size is None:
                 row_low, row_high = block_size_limits(length, len(ids))
                 fault = f"{len(ids)} hash_ids for input_length {length}"
@@ -165,7 +189,7 @@ class Trace:
                     f"{low} to {high}, fits; if one is known, give --block-size"
                 )
             low, high = row_low, row_high
-            self._head.append((length, ids))
+            self._head.append((self._line, length, ids, row))
             if named_size is not None:
                 self.block_size = named_size
                 self._check(length, len(ids), named_size)
@@ -182,71 +206,8 @@ class Trace:
         self._counted = True
         return sizes[0]
 
-    def _error(self, message: str) -> TraceError:
-        return TraceError(f"{self.path}:{self._line}: {message}")
-
-
-def parse_row(line: bytes) -> tuple[int, list[int], int | None]:
-    """Parse one line of a trace.
-
-    Returns:
-        The row's `input_length`, `hash_ids`, and `block_size` if it names one.
-        Other fields are not looked at.
-
-    Raises:
-        ValueError: The line is not a row; the message says why.
-    """
-    try:
-        row = json.loads(str(line, "utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except ValueError as error:  # an integer too long to convert
-        raise ValueError(f"not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("not a row: nested too deeply") from None
-    if type(row) is not dict:
-        raise ValueError("not a JSON object")
-    length = _integer(row, "input_length", 0, MAX_TOKENS)
-    ids = _field(row, "hash_ids")
-    if type(ids) is not list:
-        raise ValueError(f"hash_ids must be a list, not {ids!r:.40}")
-    # By `type`: True is an int, but no id.
-    if not set(map(type, ids)) <= {int}:
-        bad = next(index for index, id_ in enumerate(ids) if type(id_) is not int)
-        raise ValueError(f"hash_ids[{bad}] must be an integer, not {ids[bad]!r:.40}")
-    named_size = None
-    if "block_size" in row:
-        named_size = _integer(row, "block_size", 1, MAX_BLOCK_SIZE)
-    return length, ids, named_size
-
-
-def block_size_limits(length: int, ids: int) -> tuple[int, int]:
-    """Return the least and the greatest b with `ceil(length / b) == ids`.
-
-    The least exceeds the greatest if there is none.
-    """
-    if length == ids == 0:
-        return 1, MAX_BLOCK_SIZE
-    if not 0 < ids <= length:
-        return 1, 0
-    return -(-length // ids), (length - 1) // (ids - 1) if ids > 1 else MAX_BLOCK_SIZE
-
-
-def _field(row: dict[str, Any], name: str) -> Any:
-    if name not in row:
-        raise ValueError(f"{name} is missing")
-    return row[name]
-
-
-def _integer(row: dict[str, Any], name: str, least: int, most: int) -> int:
-    value = _field(row, name)
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(
-            f"{name} must be an integer from {least} to {most}, not {value!r:.40}"
-        )
-    return value
+    def _error(self, message: str, line: int | None = None) -> TraceError:
+        return TraceError(f"{self.path}:{line or self._line}: {message}")
 
 
 def _decompress(

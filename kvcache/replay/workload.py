@@ -14,13 +14,13 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcache.replay.batches import Row
+    from kvcache.replay.batches import Arrival, Row
 
 SHAPE = {
     "seed": (0, "seed of all random choices"),
     "sessions": (1, "sessions in all"),
     "turns": (1, "requests a session makes"),
-    "concurrency": (1, "sessions running at a time"),
+    "open_sessions": (1, "sessions that take turns at a time"),
     "system_tokens": (0, "tokens of the system prompt that all sessions share"),
     "user_tokens": (1, "mean tokens of a message"),
     "reply_tokens": (0, "mean tokens of a reply"),
@@ -46,7 +46,7 @@ class Workload:
     seed: int = 0
     sessions: int = 256
     turns: int = 10
-    concurrency: int = 128
+    open_sessions: int = 128
     system_tokens: int = 1024
     user_tokens: int = 150
     reply_tokens: int = 350
@@ -70,6 +70,11 @@ class Workload:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the requests; each iteration yields the same ones."""
+        for length, ids, _, _ in self.arrivals():
+            yield length, ids
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the requests and how long the replies are; none has a time."""
         # Of Random, only `random()` promises equal numbers in every version.
         random = Random(self.seed).random
         fresh_ids = count()
@@ -78,7 +83,7 @@ class Workload:
         running: list[_Session] = []
         self.done = 0
         while waiting or running:
-            while waiting and len(running) < self.concurrency:
+            while waiting and len(running) < self.open_sessions:
                 running.append(_Session(self.system_tokens, system_ids[:]))
                 waiting -= 1
             chosen = int(random() * len(running))
@@ -87,8 +92,9 @@ class Workload:
             new_blocks = session.tokens // self.block_size - len(session.ids)
             session.ids += islice(fresh_ids, new_blocks)
             self.done += 1
-            yield session.tokens, session.ids[:]
-            session.tokens += _around(self.reply_tokens, random())
+            reply = _around(self.reply_tokens, random())
+            yield session.tokens, session.ids[:], None, reply
+            session.tokens += reply
             session.turn += 1
             if session.turn == self.turns:
                 running[chosen] = running[-1]

@@ -124,6 +124,90 @@ def test_a_real_trace_gives_what_stock_vllm_gives(
     }
 
 
+# The third arrives first; the second, which has no time, with the one before it. Then
+# both run at once, and the second finds the first one's first block.
+TIMED_ROWS = [
+    {"input_length": 32, "hash_ids": [1, 2], "timestamp": 30, "output_length": 3},
+    {"input_length": 32, "hash_ids": [1, 2], "output_length": 3},
+    {"input_length": 33, "hash_ids": [3, 4, 5], "timestamp": 0, "output_length": 3},
+    {"input_length": 99, "hash_ids": [*range(7)], "timestamp": 99},
+]
+
+
+def test_json_tells_what_requests_in_flight_did(
+    write_trace: WriteTrace, report: MakeReport
+) -> None:
+    path = write_trace(*TIMED_ROWS)
+    options = ["--block-size", "16", "--blocks", "7", "--concurrency", "2"]
+    told = report(path, *options, "--step-ms", "10")
+    assert told == {
+        "trace": "trace.jsonl",
+        "block_size": 16,
+        "concurrency": 2,
+        "step_ms": 10,
+        "runs": [
+            {
+                "num_blocks": 7,
+                "requests": 4,
+                "skipped": 1,
+                "prompt_tokens": 97,
+                "hit_tokens": 16,
+                "hit_rate": 0.164948,
+                "new_blocks": 8,
+                "evictions": 1,
+                "cached_blocks": 3,
+                "assignment_sha256": digest_of(
+                    "0: 1 2 3", "0: 3 4 6", "16: 3 5 2", "skip"
+                ),
+                "steps": 6,
+                "preemptions": 0,
+                "recomputed_tokens": 0,
+                "peak_blocks": 5,
+                "mean_running": 1.5,
+                "max_running": 2,
+            }
+        ],
+    }
+
+
+def test_the_table_tells_what_requests_in_flight_did(
+    write_trace: WriteTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_trace(*TIMED_ROWS))
+    options = ["--block-size", "16", "--blocks", "7,9", "--concurrency", "2"]
+    assert main(["replay", path, *options]) == 0
+    title, header, *lines = capsys.readouterr().out.splitlines()
+    assert title == (
+        "trace.jsonl: 4 requests, 16 tokens a block, 2 in flight, 25 ms a step"
+    )
+    assert re.split("  +", header.strip())[5:] == [
+        *("peak blocks", "preemptions", "recomputed", "steps", "running, mean", "max")
+    ]
+    assert [line.split()[4] for line in lines] == ["1", "0"]
+
+
+def test_a_time_that_is_none_matters_only_to_requests_in_flight(
+    write_trace: WriteTrace, report: MakeReport, refused: Callable[..., str]
+) -> None:
+    path = write_trace(*TIMED_ROWS, {**TIMED_ROWS[0], "timestamp": "noon"})
+    assert report(path, "--block-size", "16")["runs"][0]["requests"] == 5
+    error = refused(path, "--block-size", "16", "--concurrency", "2")
+    assert f"{path}:5: timestamp must be a number of milliseconds" in error
+
+
+def test_requests_in_flight_of_a_real_trace_all_run(
+    shared_traces: Path, report: MakeReport
+) -> None:
+    path = shared_traces / "mooncake_conversation.jsonl.xz"
+    [run] = report(path, "--blocks", "1000", "--concurrency", "64")["runs"]
+    assert (run["requests"], run["skipped"]) == (12031, 0)
+    assert run["prompt_tokens"] == 144793823
+    assert run["max_running"] == 64
+    assert run["preemptions"] > 0
+    # As many as the trace says.
+    assert round(run["mean_running"] * run["steps"]) == 4122048
+
+
 def test_without_arguments_generated_chats_run_through_pools_of_default_sizes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -202,6 +286,9 @@ def test_a_budget_counts_blocks_of_the_size_found_in_the_trace(
         (["--budget-gib", "0", "--kv-bytes-per-token", "1"], "hold 0 blocks of 16"),
         (["--budget-gib", "999999", "--kv-bytes-per-token", "1"], "a pool has 1 to"),
         (["--block-size", "0"], "--block-size: '0' is no integer"),
+        (["--concurrency", "0"], "--concurrency: '0' is no integer from 1 to"),
+        (["--concurrency", "1", "--step-ms", "0"], "--step-ms: '0' is no integer"),
+        (["--step-ms", "5"], "--step-ms needs --concurrency"),
         (["--turns", "0"], "--turns: '0' is no integer from 1 to"),
         (["--seed", "1", "a.jsonl"], "--seed shapes generated chats, not a TRACE"),
         (["--plot", "plot.jsonl"], "plot.jsonl: no image format"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.replay import Report, Run
-from kvcache.replay.report import JSON_FIELDS, prepare_plot
+from kvcache.replay.report import CONCURRENT_FIELDS, JSON_FIELDS, prepare_plot
 
 
 def run_of(num_blocks: int, **fields: float) -> Run:
@@ -35,6 +35,14 @@ def test_json_holds_every_field_but_times() -> None:
     del expected["seconds"], expected["blocks"]
     assert report == {"trace": "a.jsonl", "block_size": 16, "runs": [expected]}
     assert tuple(report["runs"][0]) == JSON_FIELDS
+
+
+def test_json_tells_more_of_requests_in_flight() -> None:
+    more = dict.fromkeys(CONCURRENT_FIELDS[len(JSON_FIELDS) :], 3)
+    report = Report(None, 16, [run_of(10, **more)], concurrency=8, step_ms=25)
+    told = json.loads(report.to_json())
+    assert (told["concurrency"], told["step_ms"]) == (8, 25)
+    assert tuple(told["runs"][0]) == CONCURRENT_FIELDS
 
 
 def test_the_table_has_one_line_a_pool_in_the_order_of_the_sizes() -> None:

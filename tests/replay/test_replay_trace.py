@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.replay import Trace, TraceError
-from kvcache.replay.trace import MAX_BLOCK_SIZE, block_size_limits
+from kvcache.replay.row import MAX_BLOCK_SIZE, block_size_limits
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -88,6 +88,49 @@ def test_a_pipe_is_read_without_a_known_size(tmp_path: Path) -> None:
         assert list(trace) == [(40, [1, 2, 3])]
         assert trace.done == trace.total == 0
     writer.join()
+
+
+# Arrivals
+
+
+def arrivals_of(path: Path) -> list[tuple[float | None, int]]:
+    with Trace(path, 16) as trace:
+        return [(time, output) for _, _, time, output in trace.arrivals()]
+
+
+def test_arrivals_tell_times_and_output_lengths_where_rows_have_them(
+    write_trace: WriteTrace,
+) -> None:
+    timed = {**ROW, "timestamp": 1.5}
+    path = write_trace(timed, {**timed, "timestamp": -7}, {**ROW, "output_length": 0})
+    assert arrivals_of(path) == [(1.5, 1), (-7, 1), (None, 0)]
+
+
+@pytest.mark.parametrize("block_size", [16, None])
+@pytest.mark.parametrize(
+    ("field", "fault"),
+    [
+        ('"timestamp": "1"', "timestamp must be a number .* not '1'"),
+        ('"timestamp": null', "timestamp must be .* not None"),
+        ('"timestamp": true', "timestamp must be .* not True"),
+        ('"timestamp": NaN', "timestamp must be .* not nan"),
+        ('"timestamp": -Infinity', "timestamp must be .* not -inf"),
+        ('"timestamp": 9007199254740993', "timestamp must be .* at most 2"),
+        ('"output_length": -1', "output_length must be .* not -1"),
+        ('"output_length": 2.0', "output_length must be .* not 2.0"),
+        ('"output_length": null', "output_length must be .* not None"),
+    ],
+)
+def test_a_malformed_time_or_output_length_is_named_by_file_and_line(
+    write_trace: WriteTrace, field: str, fault: str, block_size: int | None
+) -> None:
+    line = f'{{"input_length": 40, "hash_ids": [1, 2, 3], {field}}}'
+    path = write_trace(TELLING_ROW, "", line, ROW)
+    with Trace(path, block_size) as trace, pytest.raises(TraceError) as caught:
+        list(trace.arrivals())
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert re.search(fault, str(caught.value))
+    assert len(rows_of(path, block_size)) == 3
 
 
 # Block size

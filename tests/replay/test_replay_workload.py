@@ -20,14 +20,14 @@ def test_another_seed_gives_other_requests() -> None:
 
 
 def test_the_requests_are_the_same_on_every_python_version() -> None:
-    rows = json.dumps(list(Workload(sessions=20, turns=3, concurrency=7)))
+    rows = json.dumps(list(Workload(sessions=20, turns=3, open_sessions=7)))
     assert hashlib.sha256(rows.encode()).hexdigest() == (
         "971d818294f78bf8e748c42e988f5cd5a598cd392251bcc93e15142f39bbde6f"
     )
 
 
 def test_each_session_makes_its_turns_and_each_turn_repeats_what_came_before() -> None:
-    workload = Workload(sessions=6, turns=4, concurrency=3, system_tokens=40)
+    workload = Workload(sessions=6, turns=4, open_sessions=3, system_tokens=40)
     sessions: dict[int, list[tuple[int, list[int]]]] = {}
     for length, ids in workload:
         assert len(ids) == length // 16
@@ -47,8 +47,8 @@ def test_sessions_share_nothing_but_the_system_prompt() -> None:
     assert sum(map(len, own)) == len(set().union(*own))
 
 
-def test_no_more_sessions_than_the_concurrency_run_at_a_time() -> None:
-    workload = Workload(sessions=4, turns=2, concurrency=1, system_tokens=0)
+def test_no_more_sessions_than_may_be_open_take_turns() -> None:
+    workload = Workload(sessions=4, turns=2, open_sessions=1, system_tokens=0)
     first_ids = [ids[0] for _, ids in workload]
     assert first_ids == sorted(first_ids)
 

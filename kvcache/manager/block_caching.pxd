@@ -1,0 +1,16 @@
+# Caching a request's blocks as they fill.
+from libc.stdint cimport int32_t, int64_t
+
+from kvcache.manager.manager_state cimport Group, ManagerState
+
+
+# Full blocks up to so many tokens are cached.
+cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil
+# Whether a prompt's end inside a block is as it will stay.
+cdef bint tail_is_cached(
+    const ManagerState* m, const Group* group, int32_t row
+) noexcept nogil
+# Whether a hit, which ends at a multiple of the alignment, could need block i.
+cdef bint is_reachable(
+    const ManagerState* m, const Group* group, int64_t i
+) noexcept nogil

@@ -1,0 +1,198 @@
+"""Caching a request's blocks as they fill, under the hashes of its tokens.
+
+Stores: nothing; works on `ManagerState` and its pool.
+Invariant: what is cached are full blocks whose tokens are final, and of these only what
+a later hit could end with; `num_cached` blocks are done with.
+Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to it.
+"""
+# The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
+# managers, with dense retention.
+from libc.stdint cimport uint8_t
+
+from kvcache._types cimport (
+    NO_NUM_TOKENS,
+    NULL_BLOCK,
+    BlockMeta,
+    Key,
+    has_hash,
+    make_key,
+    row_has_key,
+)
+from kvcache.hash_index cimport (
+    SIDE_ALIAS,
+    index_add_row,
+    index_add_side,
+    index_chain,
+    index_contains,
+    index_drop_block,
+    index_reserve,
+)
+from kvcache.manager.manager_state cimport (
+    FULL_ATTENTION,
+    SLIDING_WINDOW,
+    GroupRow,
+    Request,
+    cdiv,
+    table_row,
+)
+
+from kvcache.errors import BlockStateError
+
+
+cdef int64_t cacheable_tokens(
+    const ManagerState* m, const Group* group, int64_t computed
+) noexcept nogil:
+    """Tokens of which a later hit could make use in a group."""
+    cdef int64_t aligned
+    if m.num_groups == 1:
+        return computed
+    aligned = computed - computed % m.alignment
+    if group.eagle and aligned > 0:
+        # A match goes one block further, and drops it.
+        return min(computed, aligned + group.block_size)
+    return aligned
+
+
+cdef bint is_reachable(
+    const ManagerState* m, const Group* group, int64_t i
+) noexcept nogil:
+    """Whether a hit, which ends at a multiple of the alignment, could need block i."""
+    cdef int64_t need, a_segment
+    if group.kind != SLIDING_WINDOW:
+        return True
+    need = cdiv(group.window - 1, group.block_size) + group.eagle
+    a_segment = m.alignment // group.block_size
+    if need >= a_segment:
+        return True
+    i -= group.eagle
+    return i >= 0 and i % a_segment >= a_segment - need
+
+
+cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil:
+    cdef Request* request = &m.requests[row]
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int64_t hashed = <int64_t> request.num_hashes * m.hash_block_size, tokens
+    cdef int32_t g, stop
+    if not m.enable_caching:
+        return 0
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        tokens = cacheable_tokens(m, group, num_tokens)
+        # Mostly there is no block to cache, and then nothing to divide.
+        if min(tokens, hashed) >= (
+            (max(held.num_cached, 0) + <int64_t> 1) * group.block_size
+        ):
+            stop = <int32_t> (min(tokens, hashed) // group.block_size)
+            if m.loud != NULL:
+                with gil:
+                    m.cache_full(m.owner, row, g, max(held.num_cached, 0), stop)
+            else:
+                cache_full(m, group, row, max(held.num_cached, 0), stop)
+            held.num_cached = stop
+        if group.kind == FULL_ATTENTION and group.hash_scale > 1:
+            cache_tail(m, group, row, g, tokens)
+    return 0
+
+
+cdef int cache_full(
+    ManagerState* m, Group* group, int32_t row, int32_t start, int32_t stop
+) except -1 nogil:
+    cdef int32_t* ids = table_row(group, row)
+    cdef const uint8_t* digests = m.requests[row].digests
+    cdef Py_ssize_t length = m.digest_length
+    cdef BlockMeta* meta
+    cdef int32_t before = ids[start - 1] if start else NULL_BLOCK, i
+    cdef int64_t tokens
+    cdef Key key
+    if index_reserve(m.pool.index, stop - start, 0) < 0:
+        with gil:
+            raise MemoryError(f"cannot cache {stop - start} more blocks")
+    for i in range(start, stop):
+        if ids[i] == NULL_BLOCK or not is_reachable(m, group, i):
+            continue
+        meta = &m.pool.rows[ids[i]]
+        tokens = <int64_t> (i + 1) * group.block_size
+        if has_hash(meta):
+            if not NO_NUM_TOKENS < meta.block_hash_num_tokens < tokens:
+                with gil:
+                    raise BlockStateError(
+                        f"block {ids[i]} of request {row} carries a hash already"
+                    )
+            index_drop_block(m.pool.index, ids[i])
+        make_key(
+            &key, digests + (<Py_ssize_t> (i + 1) * group.hash_scale - 1) * length,
+            length, group.suffix,
+        )
+        index_add_row(m.pool.index, ids[i], &key, <int32_t> tokens)
+        index_chain(m.pool.index, before, ids[i])
+        before = ids[i]
+    return 0
+
+
+cdef inline int64_t tail_hashes(
+    const ManagerState* m, const Group* group, int32_t row
+) noexcept nogil:
+    """Hash blocks of the prompt that a repeat of it can match."""
+    return (m.requests[row].num_prompt - (0 if group.eagle else 1)) // m.hash_block_size
+
+
+cdef bint tail_is_cached(
+    const ManagerState* m, const Group* group, int32_t row
+) noexcept nogil:
+    cdef int64_t hashes
+    if group.kind != FULL_ATTENTION or group.hash_scale == 1:
+        return True
+    hashes = tail_hashes(m, group, row)
+    # The block that it is in was full already when the tail was last looked at.
+    return hashes % group.hash_scale == 0 or (
+        hashes <= m.requests[row].num_hashes
+        and group.rows[row].num_cached > hashes // group.hash_scale
+    )
+
+
+cdef int cache_tail(
+    ManagerState* m, Group* group, int32_t row, int32_t g, int64_t num_tokens
+) except -1 nogil:
+    """Cache the end of the prompt, where it is inside a block, under its last hash."""
+    cdef Request* request = &m.requests[row]
+    cdef int64_t hashes = min(tail_hashes(m, group, row), <int64_t> request.num_hashes)
+    cdef int64_t boundary = hashes * m.hash_block_size
+    cdef int64_t i = boundary // group.block_size
+    cdef BlockMeta* meta
+    cdef int32_t block
+    cdef Key key
+    if (
+        boundary <= 0
+        or boundary > num_tokens
+        or boundary % group.block_size == 0
+        or i >= group.rows[row].num_blocks
+    ):
+        return 0
+    block = table_row(group, row)[i]
+    if block == NULL_BLOCK:
+        return 0
+    make_key(
+        &key, request.digests + (hashes - 1) * m.digest_length, m.digest_length,
+        group.suffix,
+    )
+    meta = &m.pool.rows[block]
+    if (has_hash(meta) and row_has_key(meta, &key)) or index_contains(
+        m.pool.index, &key, block
+    ):
+        return 0
+    if m.loud != NULL:
+        with gil:
+            m.cache_partial(m.owner, row, g, <int32_t> i, boundary)
+        return 0
+    if index_reserve(m.pool.index, 1, 1) < 0:
+        with gil:
+            raise MemoryError("cannot cache one more block")
+    if has_hash(meta) and NO_NUM_TOKENS < meta.block_hash_num_tokens < boundary:
+        index_drop_block(m.pool.index, block)
+    if has_hash(meta):
+        index_add_side(m.pool.index, &key, block, SIDE_ALIAS)
+    else:
+        index_add_row(m.pool.index, block, &key, <int32_t> boundary)
+    return 0

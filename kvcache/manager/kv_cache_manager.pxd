@@ -1,0 +1,20 @@
+# Who owns which blocks, request by request; the C form is in slots.pxd.
+from libc.stdint cimport int32_t, int64_t
+
+from kvcache.block_pool cimport BlockPool
+from kvcache.manager.block_tables cimport BlockTables
+from kvcache.manager.manager_state cimport Request, Slots
+
+
+cdef class KVCacheManager(BlockTables):
+    cdef readonly BlockPool block_pool
+    cdef readonly tuple groups
+    cdef tuple no_blocks        # an empty array a group
+    cdef readonly object prefix_cache_stats
+    cdef object __weakref__
+
+    cdef int check_slots(self, int32_t row, const Slots* slots) except -1
+    cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1
+    cdef int free_row(self, int32_t row) except -1
+    cdef void preempt_row(self, int32_t row) noexcept
+    cdef int record(self, Request* request, int64_t num_hits) except -1

@@ -1,0 +1,722 @@
+"""The per-request layer above a pool: which request holds which blocks.
+
+Stores: a row a request and a table row a group (manager_state.pxd), the content of each
+request (request_content.py), the pool.
+Invariant: a request that is not running holds nothing; the references of the pool's
+blocks are those of the tables (`check()`). A failed call changes nothing.
+Costs: a request that needs no block costs O(groups), all others O(1) a block. Memory: 4
+bytes a block of max_model_len for each request and group, taken as it is used.
+Threads: one at a time; the GIL makes each call atomic.
+"""
+cimport cython
+cimport numpy as cnp
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.string cimport memcpy, memset
+
+from math import lcm
+
+import numpy as np
+
+from kvcache._args cimport as_ids, as_int, new_ids
+from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
+from kvcache.manager.block_caching cimport cache_blocks, is_reachable
+from kvcache.manager.manager_state cimport (
+    CROSS_ATTENTION,
+    MAMBA,
+    MAX_SPECS,
+    PREEMPTED,
+    RUNNING,
+    UNUSED,
+    Group,
+    GroupRow,
+    ManagerState,
+    note_change,
+    table_row,
+)
+from kvcache.manager.prefix_match cimport hits_hold, match_request
+from kvcache.manager.slots cimport SERVED, give_back, serve
+
+from kvcache import hashing
+from kvcache.errors import BlockStateError
+from kvcache.manager import block_tables
+from kvcache.manager import groups as kinds
+from kvcache.manager.stats import PrefixCacheStats
+
+cnp.import_array()
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class KVCacheManager(BlockTables):
+    """Block tables of all requests, over one pool.
+
+    What it does is what vLLM 0.33's KVCacheManager, its coordinators and single-type
+    managers do: the same block ids in the same order, hits and free counts. A request
+    is an int, the row that `add_request` gives. The call order is add_request, match,
+    allocate_slots (again and again, with append between), free.
+
+    Args:
+        num_blocks: Blocks of the pool, the null block included.
+        groups: The model's KV cache groups, see `kvcache.manager.groups`.
+        hash_block_size: Tokens that each block hash adds; divides all block sizes. The
+            smallest block size if None.
+        max_model_len: Most tokens of a request.
+        max_num_requests: Most requests at a time, waiting ones included.
+        max_in_flight_tokens: Most tokens in steps under way; max_model_len if None.
+        enable_caching: Whether blocks are found again by their content.
+        watermark: Share of the blocks that admission leaves free, 0.0 to 1.0.
+        use_eagle: Whether a draft model needs the last block of a hit again, in the
+            groups that say so, or in all if none does.
+        enable_kv_cache_events: Whether to record events for `take_events`.
+        metrics_collector: As `BlockPool`'s.
+        hash_fn: What hashes tokens (`kvcache.hashing`), where no hashes are given.
+
+    Raises:
+        TypeError, ValueError: An argument is of the wrong type or range, or groups do
+            not go together.
+        MemoryError: There is not that much memory.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        # Whatever happens to __init__, what follows finds a manager of no requests.
+        self.block_pool = BlockPool(1, False, 1)
+        self.groups, self.no_blocks = (), ()
+        self.state.pool = &self.block_pool.state
+
+    def __init__(
+        self,
+        num_blocks,
+        groups,
+        *,
+        hash_block_size=None,
+        max_model_len,
+        max_num_requests,
+        max_in_flight_tokens=None,
+        enable_caching=True,
+        watermark=0.0,
+        use_eagle=False,
+        enable_kv_cache_events=False,
+        metrics_collector=None,
+        hash_fn=hashing.keyed,
+    ):
+        if self.state.groups != NULL:
+            raise ValueError("the manager is already made")
+        cdef tuple held = tuple(groups)
+        for group in held:
+            if type(group) not in block_tables.KINDS:
+                raise TypeError(f"expected a KV cache group, got {group!r}")
+        if not held:
+            raise ValueError("a manager needs a KV cache group")
+        sizes = [
+            as_int(group.block_size, "block_size", 1, MAX_BLOCKS) for group in held
+        ]
+        if hash_block_size is None:
+            hash_block_size = min(sizes)
+        unit = as_int(hash_block_size, "hash_block_size", 1, MAX_BLOCKS)
+        cdef bint caching = enable_caching, eagle = use_eagle
+        cdef double share = watermark
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"watermark must be from 0.0 to 1.0, got {watermark}")
+        if caching:
+            self.check_cacheable(held, unit, eagle)
+        longest = as_int(max_model_len, "max_model_len", 1, MAX_BLOCKS)
+        in_flight = longest if max_in_flight_tokens is None else as_int(
+            max_in_flight_tokens, "max_in_flight_tokens", 1, MAX_BLOCKS
+        )
+        cdef BlockPool pool = BlockPool(
+            num_blocks, caching, unit, enable_kv_cache_events, metrics_collector
+        )
+        self.state.max_model_len = longest
+        self.state.use_eagle = eagle
+        self.state.hash_block_size = unit
+        self.state.alignment = <int32_t> as_int(
+            lcm(*sizes), "the least common multiple of the block sizes", 1, MAX_BLOCKS
+        )
+        self.state.enable_caching = caching
+        self.state.watermark_blocks = <int32_t> (share * pool.num_gpu_blocks)
+        self.build(held, max_num_requests)
+        self.read_groups(held, in_flight)
+        self.block_pool, self.groups, self.hash_fn = pool, held, hash_fn
+        self.state.pool = &pool.state
+        self.state.owner = <PyObject*> self
+        self.state.cache_full, self.state.cache_partial = cache_full, cache_partial
+        if pool.enable_kv_cache_events or metrics_collector is not None:
+            self.state.loud = <PyObject*> pool
+        self.keep_token_ids = pool.enable_kv_cache_events
+        self.no_blocks = tuple([new_ids(0) for _ in held])
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    @staticmethod
+    def check_cacheable(groups, hash_block_size, use_eagle):
+        """Refuse groups that vLLM 0.33 cannot cache together.
+
+        Raises:
+            ValueError: Names the first group, and why.
+        """
+        for group in groups:
+            if isinstance(group, (kinds.Mamba, kinds.CrossAttention)):
+                raise ValueError(f"{group} goes with enable_caching=False only")
+            if group.block_size % hash_block_size:
+                raise ValueError(
+                    f"the block size of {group} is no multiple of hash_block_size"
+                    f" {hash_block_size}"
+                )
+            if isinstance(group, kinds.ChunkedLocal):
+                if use_eagle:
+                    raise ValueError(f"{group} does not go with EAGLE")
+                if any(other.block_size != group.block_size for other in groups):
+                    raise ValueError(
+                        f"{group} needs groups of its block size, got {groups}"
+                    )
+        if len(groups) == 1 and groups[0].block_size != hash_block_size:
+            raise ValueError(
+                f"with one group hash_block_size is its block size"
+                f" {groups[0].block_size}, got {hash_block_size}"
+            )
+
+    # -- arguments ---------------------------------------------------------------
+
+    cdef int check_slots(self, int32_t row, const Slots* slots) except -1:
+        """Prove that a request may ask for this."""
+        cdef Request* request = &self.state.requests[row]
+        cdef int64_t hits = request.hit_length if request.matched else 0
+        cdef int64_t total = request.num_computed + hits + slots.num_external
+        if slots.num_new == 0 and slots.num_external == 0 and hits == 0:
+            raise ValueError(f"request {row} asks for no token and brings none")
+        if total + slots.num_new > self.state.max_model_len:
+            raise ValueError(
+                f"request {row} would have {total + slots.num_new} tokens, the limit is"
+                f" {self.state.max_model_len}"
+            )
+        if slots.num_external and request.status == RUNNING:
+            raise BlockStateError(f"request {row} runs: its tokens come from no cache")
+        return 0
+
+    # -- match and allocate ------------------------------------------------------
+
+    def match(self, row, max_length=None):
+        """Find the longest prefix of a request that is cached in every group.
+
+        Nothing is held yet: `allocate_slots` takes the blocks, and checks that they are
+        still there. A prefix never has the last token, which must be computed.
+
+        Args:
+            row: A request that is not running.
+            max_length: Most tokens to find, num_tokens - 1 if None.
+
+        Returns:
+            The length in tokens.
+
+        Raises:
+            BlockStateError: The request is running.
+            TypeError, ValueError: An argument is of the wrong type or range.
+        """
+        cdef int32_t at = self.find_row(row)
+        cdef Request* request = &self.state.requests[at]
+        cdef int64_t limit = request.num_tokens - 1
+        if max_length is not None:
+            limit = min(
+                as_int(max_length, "max_length", 0, MAX_BLOCKS), request.num_tokens
+            )
+        if request.status == RUNNING:
+            raise BlockStateError(f"request {row} is running")
+        request.hit_length = 0
+        if self.state.enable_caching and not request.skip_lookup:
+            request.hit_length = match_request(&self.state, at, limit)
+            request.matched = True
+        return request.hit_length
+
+    def allocate_slots(
+        self,
+        row,
+        num_new_tokens,
+        *,
+        num_lookahead_tokens=0,
+        num_external_computed_tokens=0,
+        num_encoder_tokens=0,
+        delay_cache_blocks=False,
+        full_sequence_must_fit=False,
+        reserved_blocks=0,
+        has_scheduled_requests=True,
+    ):
+        """Give a request slots for its next tokens, and cache what they fill.
+
+        Afterwards the tokens count as computed. Blocks outside the window are given
+        back first, also where the rest does not fit.
+
+        Args:
+            row: The request.
+            num_new_tokens: Tokens to compute now.
+            num_lookahead_tokens: Slots more, for drafts.
+            num_external_computed_tokens: Tokens behind the prefix that was found whose
+                KV values a connector brings.
+            num_encoder_tokens: Length of the encoder's output.
+            delay_cache_blocks: Whether `cache_blocks` will be called later, when the KV
+                values have come.
+            full_sequence_must_fit: Whether to refuse unless all tokens of the request
+                would fit.
+            reserved_blocks: Free blocks to leave to others.
+            has_scheduled_requests: Whether others run, so that the watermark counts for
+                a request that does not yet.
+
+        Returns:
+            The new block ids, int32: one array a group; None if they do not fit. Hits,
+            and blocks for tokens that a connector brings, are not among them.
+
+        Raises:
+            BlockStateError: The prefix that was found is not cached any more: match
+                again.
+            TypeError, ValueError: An argument is of the wrong type or range.
+        """
+        cdef int32_t at = self.find_row(row), g
+        cdef Request* request = &self.state.requests[at]
+        cdef int32_t[MAX_SPECS] had
+        cdef GroupRow* held
+        cdef cnp.ndarray ids
+        cdef list made
+        cdef Slots slots
+        cdef int32_t num_new = 0
+        cdef bint first = request.status != RUNNING
+        cdef int64_t hits = request.hit_length if request.matched else 0
+        slots.num_new = as_int(num_new_tokens, "num_new_tokens", 0, MAX_BLOCKS)
+        slots.num_lookahead = as_int(
+            num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
+        )
+        slots.num_external = as_int(
+            num_external_computed_tokens, "num_external_computed_tokens", 0, MAX_BLOCKS
+        )
+        slots.num_encoder = as_int(
+            num_encoder_tokens, "num_encoder_tokens", 0, self.state.max_model_len
+        )
+        slots.reserved_blocks = <int32_t> as_int(
+            reserved_blocks, "reserved_blocks", 0, MAX_BLOCKS
+        )
+        slots.delay_cache = delay_cache_blocks
+        slots.must_fit = full_sequence_must_fit
+        slots.has_scheduled = has_scheduled_requests
+        self.check_slots(at, &slots)
+        if request.matched and not hits_hold(&self.state, at):
+            raise BlockStateError(
+                f"the prefix found for request {row} is not cached now: match again"
+            )
+        for g in range(self.state.num_groups):
+            had[g] = self.state.groups[g].rows[at].num_blocks
+        self.busy = self.state.loud != NULL
+        try:
+            if serve(&self.state, at, &slots) != SERVED:
+                return None
+        finally:
+            self.busy = False
+        if first:
+            self.record(request, hits)
+        elif has_as_many(&self.state, at, had):
+            return self.no_blocks
+        made = []
+        for g in range(self.state.num_groups):
+            held = &self.state.groups[g].rows[at]
+            # Hits, and blocks whose tokens a connector brings, come before.
+            had[g] = held.first_new
+            num_new = held.num_blocks - had[g]
+            ids = new_ids(num_new)
+            memcpy(
+                cnp.PyArray_DATA(ids), table_row(&self.state.groups[g], at) + had[g],
+                num_new * sizeof(int32_t),
+            )
+            made.append(ids)
+        return tuple(made)
+
+    cdef int record(self, Request* request, int64_t num_hits) except -1:
+        if self.state.enable_caching and not request.skip_lookup:
+            self.prefix_cache_stats.record(
+                request.num_tokens, num_hits, request.num_preemptions > 0
+            )
+        return 0
+
+    def allocate_step(self, rows, num_new_tokens, *, num_lookahead_tokens=0):
+        """Give the running requests of a step their slots, in order.
+
+        It stops before the first that does not fit, so that the caller can preempt one
+        and go on with the rest.
+
+        Args:
+            rows: The requests, int32, shape (n,), all running, none twice.
+            num_new_tokens: Tokens to compute for each, shape (n,), at least 1.
+            num_lookahead_tokens: Slots more for each, for drafts.
+
+        Returns:
+            (num_served, new_block_ids, indptr): how many leading requests were served;
+            their new block ids, int32; and where those of each request and group begin,
+            int32 of num_served * num_groups + 1, group by group within a request.
+
+        Raises:
+            TypeError, ValueError: An argument is of the wrong type or range, or a
+                request is not running. Nobody was served.
+        """
+        cdef cnp.ndarray array = as_ids(rows), counts = as_ids(num_new_tokens)
+        cdef const int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
+        cdef const int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, at = 0, room, served = n
+        cdef int32_t num_groups = self.state.num_groups, g, more
+        cdef uint32_t num_rows = <uint32_t> self.state.max_requests
+        cdef int64_t longest = self.state.max_model_len, computed
+        cdef Request* requests = self.state.requests
+        cdef Request* request
+        cdef GroupRow* held
+        cdef cnp.ndarray ids, new_block_ids, indptr
+        cdef int32_t* starts
+        cdef Slots slots
+        if cnp.PyArray_DIM(counts, 0) != n:
+            raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
+        memset(&slots, 0, sizeof(Slots))
+        slots.num_lookahead = as_int(
+            num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
+        )
+        slots.has_scheduled = True
+        self.state.step += 1
+        for i in range(n):
+            if (
+                <uint32_t> data[i] >= num_rows
+                or requests[data[i]].status != RUNNING
+                or requests[data[i]].step == self.state.step
+                or news[i] < 1
+                or requests[data[i]].num_computed + news[i] > longest
+            ):
+                self.refuse_in_step(data[i], news[i])
+            requests[data[i]].step = self.state.step
+        indptr = new_ids(n * num_groups + 1)
+        starts = <int32_t*> cnp.PyArray_DATA(indptr)
+        memset(starts, 0, (n * num_groups + 1) * sizeof(int32_t))
+        room = n * num_groups
+        ids = new_ids(room)
+        for i in range(n):
+            request = &requests[data[i]]
+            computed = request.num_computed + news[i]
+            if min(computed + slots.num_lookahead, longest) <= request.idle_until:
+                # Most requests: their slots are there, and no block becomes full.
+                request.num_computed = computed
+                continue
+            slots.num_new = news[i]
+            self.busy = self.state.loud != NULL
+            try:
+                if serve(&self.state, data[i], &slots) != SERVED:
+                    served = i
+                    break
+            finally:
+                self.busy = False
+            for g in range(num_groups):
+                held = &self.state.groups[g].rows[data[i]]
+                more = held.num_blocks - held.first_new
+                if more > 0:
+                    if at + more > room:
+                        room = 2 * (at + more)
+                        ids = np.concatenate((ids[:at], new_ids(room - at)))
+                    memcpy(
+                        <int32_t*> cnp.PyArray_DATA(ids) + at,
+                        table_row(&self.state.groups[g], data[i]) + held.first_new,
+                        more * sizeof(int32_t),
+                    )
+                    at += more
+                    starts[i * num_groups + g + 1] = more
+        for i in range(served * num_groups):
+            starts[i + 1] += starts[i]
+        # A copy of the few there are takes less time than a slice.
+        new_block_ids = new_ids(at)
+        memcpy(
+            cnp.PyArray_DATA(new_block_ids), cnp.PyArray_DATA(ids), at * sizeof(int32_t)
+        )
+        if served < n:
+            indptr = indptr[: served * num_groups + 1]
+        return served, new_block_ids, indptr
+
+    cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1:
+        """Say why a step cannot have a request."""
+        if self.request(row).status != RUNNING:
+            raise BlockStateError(f"request {row} is not running")
+        if num_new < 1:
+            raise ValueError(f"request {row} asks for {num_new} new tokens")
+        if self.request(row).step == self.state.step:
+            raise ValueError(f"request {row} is listed more than once")
+        raise ValueError(
+            f"request {row} would have {self.request(row).num_computed + num_new}"
+            f" tokens, the limit is {self.state.max_model_len}"
+        )
+
+    def cache_blocks(self, row, num_computed_tokens):
+        """Cache a request's full blocks, for instance once a connector has filled them.
+
+        Args:
+            row: A running request.
+            num_computed_tokens: Tokens at its start whose KV values are there.
+        """
+        cdef int32_t at = self.find_row(row)
+        cdef Request* request = &self.state.requests[at]
+        cdef Py_ssize_t tokens = as_int(
+            num_computed_tokens, "num_computed_tokens", 0,
+            min(request.num_computed, request.num_tokens),
+        )
+        cdef Py_ssize_t g
+        if request.status != RUNNING:
+            raise BlockStateError(f"request {row} is not running")
+        for g in range(self.state.num_groups):
+            if self.state.groups[g].kind != CROSS_ATTENTION and tokens > (
+                <int64_t> self.state.groups[g].rows[at].num_blocks
+                * self.state.groups[g].block_size
+            ):
+                raise ValueError(f"request {row} has no blocks for {tokens} tokens")
+        cache_blocks(&self.state, at, tokens)
+        request.idle_until = 0
+
+    # -- finish ------------------------------------------------------------------
+
+    def free(self, row):
+        """A request is done: its blocks go back, last ones first; the row is vacant."""
+        self.free_row(self.find_row(row))
+
+    cdef int free_row(self, int32_t row) except -1:
+        give_back(&self.state, row)
+        return self.forget(row)
+
+    def preempt(self, row):
+        """Take a running request's blocks; it waits, and computes its tokens again.
+
+        Raises:
+            BlockStateError: It is not running.
+        """
+        cdef int32_t at = self.find_row(row)
+        cdef Request* request = &self.state.requests[at]
+        if request.status != RUNNING:
+            raise BlockStateError(f"request {row} is not running")
+        self.preempt_row(at)
+
+    cdef void preempt_row(self, int32_t row) noexcept:
+        cdef Request* request = &self.state.requests[row]
+        give_back(&self.state, row)
+        request.num_computed = request.num_in_flight = 0
+        request.num_preemptions += 1
+        request.status = PREEMPTED
+
+    def pop_block_ids(self, row):
+        """A request is done, but its blocks are still read: they stay in use.
+
+        Returns:
+            Their ids, int32, to be given to `block_pool.free_block_ids`, last first.
+        """
+        cdef int32_t at = self.find_row(row)
+        cdef Py_ssize_t g
+        cdef Group* group
+        cdef GroupRow* held
+        parts = []
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            held = &group.rows[at]
+            parts.append(self.row_view(g, at)[held.num_nulls :].copy())
+        popped = np.concatenate(parts)
+        for g in range(self.state.num_groups):
+            held = &self.state.groups[g].rows[at]
+            held.num_blocks = held.num_nulls = 0
+        give_back(&self.state, at)
+        self.forget(at)
+        return popped
+
+    def fork(self, row):
+        """A request that continues a running one: beams, or several samples.
+
+        They share all blocks but those that are not full, of which the new one has
+        copies of its own. Its next tokens are its own.
+
+        Args:
+            row: A running request, made with tokens or hashes.
+
+        Returns:
+            (row, copies): the new request, and the copies to make before it is run,
+            int32 of shape (n, 2): source and destination block id. None if the copies
+            do not fit.
+
+        Raises:
+            BlockStateError: The request is not running.
+            ValueError: There are max_num_requests already.
+        """
+        cdef int32_t at = self.find_row(row), child
+        cdef Request* source = &self.state.requests[at]
+        cdef Request* target
+        cdef Group* group
+        cdef GroupRow* held
+        cdef GroupRow* theirs
+        cdef Py_ssize_t g, full, i, n = 0
+        cdef int32_t* ids
+        cdef int32_t* into
+        if source.status != RUNNING:
+            raise BlockStateError(f"request {row} is not running")
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            ids = table_row(group, at)
+            for i in range(shared_blocks(group, source, at), group.rows[at].num_blocks):
+                n += ids[i] != NULL_BLOCK
+        if n > self.state.pool.queue.num_free:
+            return None
+        old = self.contents[at]
+        extra = {
+            "lora_request": old.lora_request,
+            "mm_features": old.mm_features,
+            "cache_salt": old.cache_salt,
+            "prompt_embeds": old.prompt_embeds,
+            "session_id": old.session_id,
+        }
+        if old.hasher is None:
+            child = self.add_request(
+                hashes=old.block_hashes, num_tokens=source.num_tokens, **extra
+            )
+        else:
+            child = self.add_request(old.hasher.token_ids, **extra)
+        target = &self.state.requests[child]
+        target.num_prompt = source.num_prompt
+        target.num_computed = source.num_computed
+        target.num_in_flight = source.num_in_flight
+        target.skip_lookup = source.skip_lookup
+        target.status = RUNNING
+        fresh = iter(self.block_pool.get_new_block_ids(n).tolist())
+        copies = []
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            held, theirs = &group.rows[child], &group.rows[at]
+            ids, into = table_row(group, at), table_row(group, child)
+            full = shared_blocks(group, source, at)
+            held[0] = theirs[0]
+            memcpy(into, ids, full * sizeof(int32_t))
+            self.block_pool.touch_block_ids(self.row_view(g, child)[:full])
+            for i in range(full, theirs.num_blocks):
+                into[i] = NULL_BLOCK
+                if ids[i] != NULL_BLOCK:
+                    into[i] = next(fresh)
+                    copies.append((ids[i], into[i]))
+        note_change(&self.state, child)
+        return child, np.array(copies, np.int32).reshape(-1, 2)
+
+    def reset_prefix_cache(self):
+        """Forget all cached content; whether it was done: not while blocks are used."""
+        if not self.block_pool.reset_prefix_cache():
+            return False
+        self.prefix_cache_stats.reset = True
+        return True
+
+    # -- state -------------------------------------------------------------------
+
+    @property
+    def usage(self):
+        """Share of the pool's blocks that is in use: 0.0 to 1.0."""
+        return self.block_pool.get_usage()
+
+    def take_prefix_cache_stats(self):
+        """The statistics since the last call."""
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        return stats
+
+    def take_events(self):
+        """The pool's events since the last call, oldest first; [] if they are off."""
+        events = self.block_pool.take_events()
+        for event in events:
+            # vLLM's manager adds what the pool does not know.
+            group_id = getattr(event, "group_idx", None)
+            if group_id is not None and hasattr(event, "kv_cache_spec_kind"):
+                group = self.groups[group_id]
+                event.kv_cache_spec_kind = group.kind
+                event.kv_cache_spec_sliding_window = getattr(group, "window", None)
+        return events
+
+    @property
+    def nbytes(self):
+        """Bytes held in C, the pool's included, as far as they are reserved."""
+        return self.block_pool.nbytes + self.table_bytes()
+
+    def check(self):
+        """Prove every invariant of the manager and its pool, in O(n).
+
+        Raises:
+            AssertionError: Names the first one that fails, and where.
+        """
+        cdef Py_ssize_t row, g, i
+        cdef Group* group
+        cdef GroupRow* held
+        cdef int32_t* ids
+        used = {}
+        self.block_pool.check()
+        for row in range(self.state.max_requests):
+            status = self.state.requests[row].status
+            if (status == UNUSED) != (row in self.vacant):
+                raise AssertionError(f"row {row} is wrongly vacant or not")
+            for g in range(self.state.num_groups):
+                group = &self.state.groups[g]
+                held = &group.rows[row]
+                ids = table_row(group, <int32_t> row)
+                if status != RUNNING and held.num_blocks:
+                    raise AssertionError(f"request {row} does not run and holds blocks")
+                if not 0 <= held.num_nulls <= held.num_blocks <= group.width:
+                    raise AssertionError(f"request {row} has {held.num_blocks} blocks")
+                for i in range(held.num_blocks):
+                    if ids[i] != NULL_BLOCK:
+                        used[ids[i]] = used.get(ids[i], 0) + 1
+                    if i < held.num_nulls and ids[i] != NULL_BLOCK:
+                        raise AssertionError(f"request {row} still holds {ids[i]}")
+        for block, count in used.items():
+            if self.block_pool.state.rows[<Py_ssize_t> block].ref_cnt < count:
+                raise AssertionError(f"block {block} is held {count} times")
+
+
+cdef int cache_full(
+    PyObject* owner, int32_t row, int32_t g, int32_t start, int32_t stop
+) except -1:
+    cdef KVCacheManager manager = <KVCacheManager> owner
+    cdef Group* group = &manager.state.groups[g]
+    cdef int32_t* ids = table_row(group, row)
+    cdef int32_t i
+    manager.block_pool.cache_full_blocks(
+        manager.contents[row],
+        [manager.block_pool.blocks[ids[i]] for i in range(stop)],
+        start,
+        stop,
+        group.block_size,
+        g,
+        [is_reachable(&manager.state, group, i) for i in range(start, stop)],
+    )
+    return 0
+
+
+cdef int cache_partial(
+    PyObject* owner, int32_t row, int32_t g, int32_t i, int64_t num_tokens
+) except -1:
+    cdef KVCacheManager manager = <KVCacheManager> owner
+    cdef Group* group = &manager.state.groups[g]
+    manager.block_pool.cache_partial_block(
+        manager.contents[row],
+        manager.block_pool.blocks[table_row(group, row)[i]],
+        num_tokens,
+        g,
+        group.block_size,
+    )
+    return 0
+
+
+cdef bint has_as_many(
+    const ManagerState* m, int32_t row, const int32_t* had
+) noexcept:
+    """Whether a request got no block in any group."""
+    cdef int32_t g
+    for g in range(m.num_groups):
+        if m.groups[g].rows[row].num_blocks != had[g]:
+            return False
+    return True
+
+
+cdef Py_ssize_t shared_blocks(
+    const Group* group, const Request* request, int32_t row
+) noexcept:
+    """Blocks at a request's start that its next tokens do not change."""
+    # Drafts behind the known tokens may be rejected, and others come in their place.
+    cdef int64_t full = min(request.num_computed, request.num_tokens)
+    full //= group.block_size
+    if group.kind == MAMBA:
+        return 0
+    if group.kind == CROSS_ATTENTION:
+        return group.rows[row].num_blocks
+    return min(full, <int64_t> group.rows[row].num_blocks)

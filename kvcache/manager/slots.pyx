@@ -1,0 +1,320 @@
+"""Slots for a request's next tokens: what a scheduler asks for at every step.
+
+Stores: nothing; works on `ManagerState` and its pool.
+Invariant: what is held is counted before the first block is taken, so a request is
+served or it is not. Blocks stand in a table row in the order of their tokens.
+Costs: O(groups) where a request needs no block and fills none, else O(1) a block.
+Threads: one at a time on one manager; the caller sees to it.
+"""
+# The rules are those of vLLM 0.33's KVCacheManager.allocate_slots, its coordinators and
+# single-type managers; ids come out in the same order.
+from kvcache._types cimport NULL_BLOCK
+from kvcache.manager.block_caching cimport cache_blocks, tail_is_cached
+from kvcache.manager.manager_state cimport (
+    CROSS_ATTENTION,
+    FULL_ATTENTION,
+    MAMBA,
+    NOT_TRACKED,
+    RUNNING,
+    SLIDING_WINDOW,
+    Group,
+    GroupRow,
+    Request,
+    cdiv,
+    note_change,
+    num_skipped,
+    table_row,
+)
+from kvcache.pool_state cimport pool_free, pool_get, pool_touch
+
+
+cdef inline int64_t slots_of(const Group* group, const GroupRow* held) noexcept nogil:
+    return <int64_t> held.num_blocks * group.block_size
+
+
+cdef int take(ManagerState* m, int32_t* into, int32_t n) except -1 nogil:
+    """n free blocks, of which there are enough."""
+    if m.loud != NULL:
+        return take_loudly(m, into, n)
+    pool_get(m.pool, into, n)
+    return 0
+
+
+# Apart, since a function that has Python variables takes the GIL whenever it returns.
+cdef int take_loudly(ManagerState* m, int32_t* into, int32_t n) except -1 with gil:
+    for i, block in enumerate((<object> m.loud).get_new_block_ids(n).tolist()):
+        into[<Py_ssize_t> i] = block
+    return 0
+
+
+cdef int touch(ManagerState* m, int32_t* ids, int32_t n) except -1 nogil:
+    """One more user of each block."""
+    if m.loud != NULL:
+        return touch_loudly(m, ids, n)
+    pool_touch(m.pool, ids, n)
+    return 0
+
+
+cdef int touch_loudly(ManagerState* m, int32_t* ids, int32_t n) except -1 with gil:
+    (<object> m.loud).touch_block_ids([ids[i] for i in range(n)])
+    return 0
+
+
+cdef inline int64_t blocks_needed(
+    ManagerState* m,
+    const Group* group,
+    int32_t row,
+    int64_t num_tokens,
+    int64_t total_computed,
+    const Slots* slots,
+    bint cap,
+) noexcept nogil:
+    """Free blocks that a group takes to have so many slots: new ones, and free hits."""
+    cdef GroupRow* held = &group.rows[row]
+    cdef int32_t* hits = table_row(group, row)
+    cdef int64_t required, skipped, needed
+    cdef int32_t i
+    cdef int32_t num_hits = held.num_hits if m.requests[row].matched else 0
+    if group.kind == CROSS_ATTENTION:
+        num_tokens, total_computed, num_hits = slots.num_encoder, 0, 0
+    elif group.kind == MAMBA:
+        num_tokens += <int64_t> group.block_size * group.spec_blocks
+    if held.num_cached != NOT_TRACKED and num_tokens <= slots_of(group, held):
+        return 0
+    required = cdiv(num_tokens, group.block_size)
+    if cap and required > group.max_admission:
+        required = group.max_admission
+    if held.num_cached != NOT_TRACKED:
+        return max(required - held.num_blocks, <int64_t> 0)
+    skipped = num_skipped(group, total_computed) // group.block_size
+    needed = max(
+        required - max(skipped, <int64_t> num_hits + held.num_blocks), <int64_t> 0
+    )
+    # A hit that nobody uses leaves the free queue as well.
+    for i in range(<int32_t> max(skipped - held.num_blocks, <int64_t> 0), num_hits):
+        needed += hits[i] != NULL_BLOCK and m.pool.rows[hits[i]].ref_cnt == 0
+    return needed
+
+
+cdef inline int64_t all_blocks_needed(
+    ManagerState* m,
+    int32_t row,
+    int64_t num_tokens,
+    int64_t total_computed,
+    const Slots* slots,
+    bint cap,
+) noexcept nogil:
+    cdef int64_t needed = 0
+    cdef int32_t g
+    for g in range(m.num_groups):
+        needed += blocks_needed(
+            m, &m.groups[g], row, num_tokens, total_computed, slots, cap
+        )
+    return needed
+
+
+cdef void remove_skipped(
+    ManagerState* m, int32_t row, int64_t processed
+) noexcept nogil:
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int32_t* ids
+    cdef int32_t g, i, stop
+    cdef int64_t skipped
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        skipped = num_skipped(group, processed)
+        if skipped < (<int64_t> held.num_nulls + 1) * group.block_size:
+            continue
+        stop = <int32_t> min(skipped // group.block_size, <int64_t> held.num_blocks)
+        if stop <= held.num_nulls:
+            continue
+        ids = table_row(group, row)
+        i = stop - 1
+        # What is before a null block was given back earlier.
+        while i >= 0 and ids[i] != NULL_BLOCK:
+            i -= 1
+        give_range(m, ids, i + 1, stop)
+        for i in range(i + 1, stop):
+            ids[i] = NULL_BLOCK
+        held.num_nulls = stop
+        note_change(m, row)
+
+
+cdef void give_range(
+    ManagerState* m, int32_t* ids, int32_t start, int32_t stop
+) noexcept nogil:
+    """Give back ids[start:stop], the last one first; null blocks are skipped."""
+    cdef int32_t i
+    for i in range(stop - start):
+        m.scratch[i] = ids[stop - 1 - i]
+    pool_free(m.pool, m.scratch, max(stop - start, 0))
+
+
+cdef void give_back(ManagerState* m, int32_t row) noexcept nogil:
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int32_t g
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        give_range(m, table_row(group, row), held.num_nulls, held.num_blocks)
+        held.num_blocks = held.num_hits = held.num_nulls = 0
+        held.num_cached = NOT_TRACKED
+    m.requests[row].matched = False
+    m.requests[row].hit_length = 0
+    m.requests[row].idle_until = 0
+    note_change(m, row)
+
+
+cdef bint has_hits(ManagerState* m, int32_t row) noexcept nogil:
+    cdef int32_t g
+    if m.requests[row].matched:
+        for g in range(m.num_groups):
+            if m.groups[g].rows[row].num_hits:
+                return True
+    return False
+
+
+cdef bint is_tracked(ManagerState* m, int32_t row) noexcept nogil:
+    cdef int32_t g
+    for g in range(m.num_groups):
+        if m.groups[g].rows[row].num_cached != NOT_TRACKED:
+            return True
+    return False
+
+
+cdef int hold_hits(
+    ManagerState* m, Group* group, int32_t row, int64_t total_computed
+) except -1 nogil:
+    """Use the hits; those outside the window become null blocks."""
+    cdef GroupRow* held = &group.rows[row]
+    cdef int32_t* ids = table_row(group, row)
+    cdef int32_t skipped, i, stop
+    if group.kind == CROSS_ATTENTION:
+        return 0
+    skipped = <int32_t> (num_skipped(group, total_computed) // group.block_size)
+    stop = max(skipped, held.num_hits)
+    for i in range(skipped):
+        ids[i] = NULL_BLOCK
+    if stop > skipped:
+        touch(m, ids + skipped, stop - skipped)
+    held.num_blocks = held.num_cached = stop
+    held.num_nulls = skipped
+    # Hits may start with null blocks too: those that the window had left behind.
+    while held.num_nulls < stop and ids[held.num_nulls] == NULL_BLOCK:
+        held.num_nulls += 1
+    return 0
+
+
+cdef int take_external(
+    ManagerState* m, Group* group, int32_t row, int64_t total_computed
+) except -1 nogil:
+    """Blocks for tokens that a connector brings, but for those outside the window."""
+    cdef GroupRow* held = &group.rows[row]
+    cdef int64_t skipped = num_skipped(group, total_computed)
+    cdef int32_t n
+    if group.kind == CROSS_ATTENTION or total_computed <= skipped:
+        return 0
+    n = <int32_t> cdiv(total_computed, group.block_size) - held.num_blocks
+    if n > 0:
+        take(m, table_row(group, row) + held.num_blocks, n)
+        held.num_blocks += n
+    return 0
+
+
+cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil:
+    cdef Request* request = &m.requests[row]
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int64_t local, total, wanted, required, num_free, watermark = 0
+    cdef int32_t g, n
+    local = request.num_computed + (request.hit_length if request.matched else 0)
+    total = min(local + slots.num_external, m.max_model_len)
+    wanted = min(total + slots.num_new + slots.num_lookahead, m.max_model_len)
+    if wanted <= request.idle_until and not (
+        slots.num_external
+        or slots.num_encoder
+        or slots.reserved_blocks
+        or slots.must_fit
+    ):
+        request.num_computed = total + slots.num_new
+        return SERVED
+    if slots.has_scheduled and request.status != RUNNING:
+        watermark = m.watermark_blocks
+    if slots.must_fit:
+        required = watermark + all_blocks_needed(
+            m, row, min(request.num_tokens, m.max_model_len), total, slots, True
+        )
+        if required > m.pool.queue.num_free:
+            return NO_ROOM
+    if m.drops_blocks:
+        remove_skipped(m, row, max(total - request.num_in_flight, <int64_t> 0))
+    required = watermark + all_blocks_needed(
+        m, row, wanted, local + slots.num_external, slots, False
+    )
+    num_free = <int64_t> m.pool.queue.num_free - slots.reserved_blocks
+    if required > num_free:
+        return NO_ROOM
+    if (request.matched or slots.num_external) and (
+        has_hits(m, row) or slots.num_external
+    ) and not is_tracked(m, row):
+        note_change(m, row)
+        # All hits first: a block taken for one group could be another one's hit.
+        for g in range(m.num_groups):
+            hold_hits(m, &m.groups[g], row, local + slots.num_external)
+        if slots.num_external:
+            for g in range(m.num_groups):
+                take_external(m, &m.groups[g], row, local + slots.num_external)
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        required = slots.num_encoder if group.kind == CROSS_ATTENTION else wanted
+        if group.kind == MAMBA:
+            required += <int64_t> group.block_size * group.spec_blocks
+        held.first_new = held.num_blocks
+        if required > slots_of(group, held):
+            n = <int32_t> cdiv(required, group.block_size) - held.num_blocks
+            take(m, table_row(group, row) + held.num_blocks, n)
+            held.num_blocks += n
+            note_change(m, row)
+    request.matched = False
+    request.hit_length = 0
+    request.status = RUNNING
+    request.num_computed = total + slots.num_new
+    request.idle_until = 0
+    if not slots.delay_cache:
+        cache_blocks(m, row, min(total + slots.num_new, request.num_tokens))
+        request.idle_until = next_event(m, row)
+    return SERVED
+
+
+cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
+    """Number of slots up to which no group takes, fills or gives back a block."""
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int64_t at = m.max_model_len, limit
+    cdef int32_t g
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        if group.kind == CROSS_ATTENTION:
+            continue
+        limit = <int64_t> (held.num_blocks - group.spec_blocks) * group.block_size
+        at = min(at, limit)
+        if m.enable_caching:
+            # One token before the next block is full.
+            limit = <int64_t> max(held.num_cached, 0) * group.block_size
+            at = min(at, limit + group.block_size - 1)
+            if group.hash_scale > 1 and not tail_is_cached(m, group, row):
+                return 0
+        if group.kind == SLIDING_WINDOW:
+            limit = <int64_t> (held.num_nulls + 1) * group.block_size
+            at = min(at, limit + group.window - 2 + group.extra_retained)
+        elif group.kind == MAMBA:
+            at = min(at, <int64_t> (held.num_nulls + 1) * group.block_size)
+        elif group.kind != FULL_ATTENTION:
+            limit = <int64_t> (held.num_nulls + 1) * group.block_size
+            at = min(at, cdiv(limit, group.window) * group.window - 1)
+    return at
