@@ -10,7 +10,7 @@ cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -
 cdef bint tail_is_cached(
     const ManagerState* m, const Group* group, int32_t row
 ) noexcept nogil
-# Whether a hit, which ends at a multiple of the alignment, could need block i.
-cdef bint is_reachable(
-    const ManagerState* m, const Group* group, int64_t i
+# Whether block i of a request is one that a hit could need, and not cached already.
+cdef bint to_be_cached(
+    const ManagerState* m, const Group* group, int32_t row, int64_t i
 ) noexcept nogil

@@ -7,8 +7,6 @@ Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to i
 """
 # The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
 # managers, with dense retention.
-from libc.stdint cimport uint8_t
-
 from kvcache._types cimport (
     NO_NUM_TOKENS,
     NULL_BLOCK,
@@ -68,6 +66,29 @@ cdef bint is_reachable(
     return i >= 0 and i % a_segment >= a_segment - need
 
 
+cdef inline void key_of_block(
+    const ManagerState* m, const Group* group, int32_t row, int64_t i, Key* key
+) noexcept nogil:
+    make_key(
+        key,
+        m.requests[row].digests + ((i + 1) * group.hash_scale - 1) * m.digest_length,
+        m.digest_length,
+        group.suffix,
+    )
+
+
+cdef bint to_be_cached(
+    const ManagerState* m, const Group* group, int32_t row, int64_t i
+) noexcept nogil:
+    cdef BlockMeta* meta = &m.pool.rows[table_row(group, row)[i]]
+    cdef Key key
+    if not is_reachable(m, group, i):
+        return False
+    key_of_block(m, group, row, i, &key)
+    # One of two requests that share the block, a fork, may have cached it.
+    return not (has_hash(meta) and row_has_key(meta, &key))
+
+
 cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil:
     cdef Request* request = &m.requests[row]
     cdef Group* group
@@ -100,8 +121,6 @@ cdef int cache_full(
     ManagerState* m, Group* group, int32_t row, int32_t start, int32_t stop
 ) except -1 nogil:
     cdef int32_t* ids = table_row(group, row)
-    cdef const uint8_t* digests = m.requests[row].digests
-    cdef Py_ssize_t length = m.digest_length
     cdef BlockMeta* meta
     cdef int32_t before = ids[start - 1] if start else NULL_BLOCK, i
     cdef int64_t tokens
@@ -114,17 +133,17 @@ cdef int cache_full(
             continue
         meta = &m.pool.rows[ids[i]]
         tokens = <int64_t> (i + 1) * group.block_size
+        key_of_block(m, group, row, i, &key)
         if has_hash(meta):
+            if row_has_key(meta, &key):
+                before = ids[i]
+                continue
             if not NO_NUM_TOKENS < meta.block_hash_num_tokens < tokens:
                 with gil:
                     raise BlockStateError(
                         f"block {ids[i]} of request {row} carries a hash already"
                     )
             index_drop_block(m.pool.index, ids[i])
-        make_key(
-            &key, digests + (<Py_ssize_t> (i + 1) * group.hash_scale - 1) * length,
-            length, group.suffix,
-        )
         index_add_row(m.pool.index, ids[i], &key, <int32_t> tokens)
         index_chain(m.pool.index, before, ids[i])
         before = ids[i]

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
-from kvcache.manager.block_caching cimport cache_blocks, is_reachable
+from kvcache.manager.block_caching cimport cache_blocks, to_be_cached
 from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     MAMBA,
@@ -677,7 +677,7 @@ cdef int cache_full(
         stop,
         group.block_size,
         g,
-        [is_reachable(&manager.state, group, i) for i in range(start, stop)],
+        [to_be_cached(&manager.state, group, row, i) for i in range(start, stop)],
     )
     return 0
 
