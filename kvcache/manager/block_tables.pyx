@@ -19,6 +19,7 @@ from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     FULL_ATTENTION,
     MAMBA,
+    MAX_REQUESTS,
     MAX_SPECS,
     NOT_TRACKED,
     RUNNING,
@@ -61,7 +62,7 @@ cdef class BlockTables(Requests):
     cdef int build(self, tuple groups, object max_num_requests) except -1:
         """Memory for so many requests."""
         cdef Py_ssize_t count = as_int(
-            max_num_requests, "max_num_requests", 1, MAX_BLOCKS
+            max_num_requests, "max_num_requests", 1, MAX_REQUESTS
         )
         cdef Py_ssize_t longest = self.state.max_model_len, width, widest = 1
         cdef Group* group

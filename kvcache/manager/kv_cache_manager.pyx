@@ -62,7 +62,7 @@ cdef class KVCacheManager(BlockTables):
         hash_block_size: Tokens that each block hash adds; divides all block sizes. The
             smallest block size if None.
         max_model_len: Most tokens of a request.
-        max_num_requests: Most requests at a time, waiting ones included.
+        max_num_requests: Most requests at a time, waiting ones included; at most 2**20.
         max_in_flight_tokens: Most tokens in steps under way; max_model_len if None.
         enable_caching: Whether blocks are found again by their content.
         watermark: Share of the blocks that admission leaves free, 0.0 to 1.0.

@@ -21,7 +21,8 @@ cdef enum RequestStatus:
 
 cdef enum:
     NOT_TRACKED = -1
-    MAX_SPECS = 64          # kinds and sizes of groups
+    MAX_SPECS = 64          # groups
+    MAX_REQUESTS = 1048576
 
 # One request's blocks in one group. The ids stand at the start of its table row.
 cdef struct GroupRow:

@@ -72,6 +72,8 @@ class RequestContent:
         extra_keys = None if plain and prompt_embeds is None else self._extra_keys
         self.hasher = BlockHasher(hash_block_size, hash_fn, extra_keys=extra_keys)
         self.block_hashes = self.hasher.block_hashes
+        if not hasattr(tokens, "__len__"):
+            raise TypeError(f"a prompt must be a sequence of tokens, got {tokens!r}")
         self.append(tokens)
 
     def _extra_keys(self, start: int, end: int) -> Any:

@@ -12,10 +12,6 @@ from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 from libc.string cimport memcpy
 
-import operator
-
-import numpy as np
-
 from kvcache._args cimport as_ids, as_int
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.hashing.block_hasher cimport BlockHasher
@@ -256,7 +252,7 @@ cdef class Requests:
             count = as_int(num_tokens, "num_tokens", 0, MAX_BLOCKS)
         else:
             if not hasattr(tokens, "__len__"):
-                tokens = operator.index(tokens)
+                tokens = as_int(tokens, "a token id", 0, INT64_MAX)
             count = 1 if isinstance(tokens, int) else len(tokens)
         if request.num_tokens + count > self.state.max_model_len:
             raise ValueError(
@@ -317,11 +313,11 @@ cdef class Requests:
         cdef cnp.ndarray array = self.as_rows(rows)
         cdef int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i
-        cdef list ids = np.asarray(tokens).tolist()
+        cdef list ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
         if len(ids) != n:
             raise ValueError(f"{len(ids)} tokens for {n} requests")
         for i in range(n):
-            as_int(ids[i], "a token id", 0, INT64_MAX)
+            ids[i] = as_int(ids[i], "a token id", 0, INT64_MAX)
             if self.hashers[data[i]] is None:
                 raise TypeError(f"request {data[i]} was made with hashes")
             if self.state.requests[data[i]].num_tokens >= self.state.max_model_len:
