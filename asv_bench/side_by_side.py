@@ -53,11 +53,12 @@ def main() -> None:
         "vllm_v0": v0.version if v0 else "none",
         "sglang": sglang.version if sglang else "none",
     }
-    pool_rows, hashing_rows, allocator_rows = rooms
+    pool_rows, hashing_rows, manager_rows, allocator_rows = rooms
     notes = " ".join(room.NOTES for room in rooms)
     rows = chosen(
         pool_rows.pool_rows(stock.BlockPool)
         + hashing_rows.hashing_rows(stock, sglang)
+        + manager_rows.manager_rows(stock)
         + (allocator_rows.allocator_rows(v0) if v0 else []),
         options.rows,
     )
@@ -106,9 +107,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def import_vllm(peers: Path) -> Any:
-    """vLLM's pool, modules and version; exits with 2 if there is no vLLM.
+    """vLLM's classes, modules and version; exits with 2 if there is no vLLM.
 
-    `BlockPool`, `utils` (kv_cache_utils), `hashing` and `version`.
+    `BlockPool`, `utils` (kv_cache_utils), `hashing` and `version`; for its manager
+    `KVCacheManager`, `Request`, `RequestStatus`, `SamplingParams`, `interface`
+    (kv_cache_interface) and the `dtype` of a cache.
     """
     os.environ["KVCACHE_VLLM"] = "0"  # an installed kvcache must not take its place
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
@@ -117,9 +120,12 @@ def import_vllm(peers: Path) -> Any:
         # The release to compare with is a source tree there, not the installed one.
         sys.path.insert(1, str(peers / "v1"))
     try:
+        import torch
         import vllm
+        from vllm.sampling_params import SamplingParams
         from vllm.utils import hashing
-        from vllm.v1.core import block_pool, kv_cache_utils
+        from vllm.v1 import kv_cache_interface, request
+        from vllm.v1.core import block_pool, kv_cache_manager, kv_cache_utils
     except ImportError as error:
         stop(
             f"vLLM {RELEASE} cannot be imported here ({error}).",
@@ -135,10 +141,16 @@ def import_vllm(peers: Path) -> Any:
         BlockPool=block_pool.BlockPool,
         utils=kv_cache_utils,
         hashing=hashing,
+        KVCacheManager=kv_cache_manager.KVCacheManager,
+        Request=request.Request,
+        RequestStatus=request.RequestStatus,
+        SamplingParams=SamplingParams,
+        interface=kv_cache_interface,
+        dtype=torch.float32,
     )
 
 
-def import_kvcache() -> tuple[Any, tuple[Any, Any, Any]]:
+def import_kvcache() -> tuple[Any, tuple[Any, Any, Any, Any]]:
     """kvcache, and the rows about its rooms; exits with 2 without it."""
     try:
         import kvcache
@@ -150,9 +162,10 @@ def import_kvcache() -> tuple[Any, tuple[Any, Any, Any]]:
         )
     import allocator_rows
     import hashing_rows
+    import manager_rows
     import pool_rows
 
-    return kvcache, (pool_rows, hashing_rows, allocator_rows)
+    return kvcache, (pool_rows, hashing_rows, manager_rows, allocator_rows)
 
 
 def stop(problem: str, *commands: str) -> NoReturn:

@@ -1,14 +1,8 @@
 """Block hashes: chains in one call, a request that grows, tokens -> matched blocks."""
 
 import hashlib
-import os
 import pickle
-import shutil
-import subprocess
-import sys
-import tempfile
 from itertools import cycle
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +10,7 @@ import kvcache
 from kvcache import hashing
 
 from .common import BLOCK_SIZE, SEED, scatter
+from .valgrind import instructions, skip_without_valgrind
 
 CHAIN = 1_000  # blocks
 VOCABULARY = 128_256
@@ -181,47 +176,9 @@ class Instructions:
     timeout = 120
 
     def setup(self, kind):
-        if shutil.which("valgrind") is None:
-            raise NotImplementedError("valgrind is not here")
+        skip_without_valgrind()
 
     def track_instructions_portable(self, kind):
-        with tempfile.TemporaryDirectory() as folder:
-            runs = [start_counting(folder, kind, blocks) for blocks in (SHORT, LONG)]
-            short, long = map(counted, runs)
-        return (long - short) / (LONG - SHORT)
+        return instructions(COUNTED, SHORT, LONG, kind)
 
     track_instructions_portable.unit = "instructions"
-
-
-def start_counting(folder, kind, num_blocks):
-    """The process and the file in which it will leave its count."""
-    report = Path(folder, f"callgrind.{num_blocks}")
-    root = str(Path(kvcache.__file__).parents[1])
-    command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={report}"]
-    command += [sys.executable, "-c", COUNTED, kind, str(num_blocks)]
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process, report
-
-
-def counted(run):
-    process, report = run
-    _, errors = process.communicate()
-    if process.returncode:
-        raise RuntimeError(errors)
-    for line in report.read_text().splitlines():
-        if line.startswith("summary:"):
-            return int(line.split()[1])
-    raise RuntimeError(f"no summary in {report}")

@@ -7,6 +7,8 @@ Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to i
 """
 # The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
 # managers, with dense retention.
+from libc.stdint cimport uint32_t
+
 from kvcache._types cimport (
     NO_NUM_TOKENS,
     NULL_BLOCK,
@@ -125,7 +127,10 @@ cdef int cache_full(
     cdef int32_t before = ids[start - 1] if start else NULL_BLOCK, i
     cdef int64_t tokens
     cdef Key key
-    if index_reserve(m.pool.index, stop - start, 0) < 0:
+    if (
+        m.pool.index.num_keys + <uint32_t> (stop - start) > m.pool.index.max_keys
+        and index_reserve(m.pool.index, stop - start, 0) < 0
+    ):
         with gil:
             raise MemoryError(f"cannot cache {stop - start} more blocks")
     for i in range(start, stop):
@@ -165,9 +170,9 @@ cdef bint tail_is_cached(
         return True
     hashes = tail_hashes(m, group, row)
     # The block that it is in was full already when the tail was last looked at.
-    return hashes % group.hash_scale == 0 or (
-        hashes <= m.requests[row].num_hashes
-        and group.rows[row].num_cached > hashes // group.hash_scale
+    return hashes <= m.requests[row].num_hashes and (
+        hashes % group.hash_scale == 0
+        or group.rows[row].num_cached > hashes // group.hash_scale
     )
 
 

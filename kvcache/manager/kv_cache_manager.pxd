@@ -1,5 +1,5 @@
 # Who owns which blocks, request by request; the C form is in slots.pxd.
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from kvcache.block_pool cimport BlockPool
 from kvcache.manager.block_tables cimport BlockTables
@@ -14,6 +14,7 @@ cdef class KVCacheManager(BlockTables):
     cdef object __weakref__
 
     cdef int check_slots(self, int32_t row, const Slots* slots) except -1
+    cdef uint32_t next_step(self) noexcept
     cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1
     cdef int free_row(self, int32_t row) except -1
     cdef void preempt_row(self, int32_t row) noexcept

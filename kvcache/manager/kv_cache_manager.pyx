@@ -354,11 +354,14 @@ cdef class KVCacheManager(BlockTables):
                 request is not running. Nobody was served.
         """
         cdef cnp.ndarray array = as_ids(rows), counts = as_ids(num_new_tokens)
+        if self.state.loud != NULL:  # a hook may write to the caller's arrays
+            array, counts = array.copy(), counts.copy()
         cdef const int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef const int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, at = 0, room, served = n
         cdef int32_t num_groups = self.state.num_groups, g, more
-        cdef uint32_t num_rows = <uint32_t> self.state.max_requests
+        cdef uint32_t num_rows = <uint32_t> self.state.max_requests, row
+        cdef uint32_t step
         cdef int64_t longest = self.state.max_model_len, computed
         cdef Request* requests = self.state.requests
         cdef Request* request
@@ -373,41 +376,42 @@ cdef class KVCacheManager(BlockTables):
             num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
         )
         slots.has_scheduled = True
-        self.state.step += 1
+        step = self.next_step()
         for i in range(n):
+            row = <uint32_t> data[i]
+            request = &requests[row if row < num_rows else 0]
             if (
-                <uint32_t> data[i] >= num_rows
-                or requests[data[i]].status != RUNNING
-                or requests[data[i]].step == self.state.step
+                row >= num_rows
+                or request.status != RUNNING
+                or request.step == step
                 or news[i] < 1
-                or requests[data[i]].num_computed + news[i] > longest
+                or request.num_computed + news[i] > longest
             ):
                 self.refuse_in_step(data[i], news[i])
-            requests[data[i]].step = self.state.step
+            request.step = step
         indptr = new_ids(n * num_groups + 1)
         starts = <int32_t*> cnp.PyArray_DATA(indptr)
         memset(starts, 0, (n * num_groups + 1) * sizeof(int32_t))
         room = n * num_groups
         ids = new_ids(room)
-        for i in range(n):
-            request = &requests[data[i]]
-            computed = request.num_computed + news[i]
-            if min(computed + slots.num_lookahead, longest) <= request.idle_until:
-                # Most requests: their slots are there, and no block becomes full.
-                request.num_computed = computed
-                continue
-            slots.num_new = news[i]
-            self.busy = self.state.loud != NULL
-            try:
+        self.busy = self.state.loud != NULL
+        try:
+            for i in range(n):
+                request = &requests[data[i]]
+                computed = request.num_computed + news[i]
+                if min(computed + slots.num_lookahead, longest) <= request.idle_until:
+                    # Most requests: their slots are there, and no block becomes full.
+                    request.num_computed = computed
+                    continue
+                slots.num_new = news[i]
                 if serve(&self.state, data[i], &slots) != SERVED:
                     served = i
                     break
-            finally:
-                self.busy = False
-            for g in range(num_groups):
-                held = &self.state.groups[g].rows[data[i]]
-                more = held.num_blocks - held.first_new
-                if more > 0:
+                for g in range(num_groups):
+                    held = &self.state.groups[g].rows[data[i]]
+                    more = held.num_blocks - held.first_new
+                    if more == 0:
+                        continue
                     if at + more > room:
                         room = 2 * (at + more)
                         ids = np.concatenate((ids[:at], new_ids(room - at)))
@@ -418,6 +422,8 @@ cdef class KVCacheManager(BlockTables):
                     )
                     at += more
                     starts[i * num_groups + g + 1] = more
+        finally:
+            self.busy = False
         for i in range(served * num_groups):
             starts[i + 1] += starts[i]
         # A copy of the few there are takes less time than a slice.
@@ -428,6 +434,16 @@ cdef class KVCacheManager(BlockTables):
         if served < n:
             indptr = indptr[: served * num_groups + 1]
         return served, new_block_ids, indptr
+
+    cdef uint32_t next_step(self) noexcept:
+        """A number that no request was listed under; never 0."""
+        cdef int32_t row
+        self.state.step += 1
+        if self.state.step == 0:  # after 2**32 of them
+            for row in range(self.state.max_requests):
+                self.state.requests[row].step = 0
+            self.state.step = 1
+        return self.state.step
 
     cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1:
         """Say why a step cannot have a request."""
@@ -592,6 +608,16 @@ cdef class KVCacheManager(BlockTables):
                     copies.append((ids[i], into[i]))
         note_change(&self.state, child)
         return child, np.array(copies, np.int32).reshape(-1, 2)
+
+    def evict_blocks(self, block_ids):
+        """Take blocks' content out of the cache; see `BlockPool.evict_blocks`.
+
+        Through the manager, since a request caches the end of its prompt again.
+        """
+        cdef int32_t row
+        self.block_pool.evict_blocks(block_ids)
+        for row in range(self.state.max_requests):
+            self.state.requests[row].idle_until = 0
 
     def reset_prefix_cache(self):
         """Forget all cached content; whether it was done: not while blocks are used."""

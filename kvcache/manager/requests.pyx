@@ -148,6 +148,7 @@ cdef class Requests:
         self.reserve_digests(row, count)
         memcpy(request.digests + request.num_hashes * length, digests, count * length)
         request.num_hashes += <int32_t> count
+        request.idle_until = 0
         return 0
 
     cdef int32_t next_row(self, int64_t num_tokens) except -1:
@@ -180,7 +181,10 @@ cdef class Requests:
         cdef Py_ssize_t capacity
         cdef uint8_t* bigger
         if request.num_hashes + count > request.hash_capacity:
-            capacity = 2 * (request.num_hashes + count) + 8
+            # A prompt is there as a whole; what comes behind it comes bit by bit.
+            capacity = request.num_hashes + count
+            if request.num_hashes:
+                capacity = 2 * capacity + 8
             bigger = <uint8_t*> PyMem_RawRealloc(
                 request.digests, capacity * MAX_DIGEST_BYTES
             )
@@ -218,6 +222,7 @@ cdef class Requests:
             memcpy(request.digests + have * length, <char*> <bytes> digest, length)
             have += 1
         request.num_hashes = <int32_t> have
+        request.idle_until = 0  # a block may be cached now
         return 0
 
     cdef int forget(self, int32_t row) except -1:
@@ -310,7 +315,8 @@ cdef class Requests:
         Raises:
             TypeError, ValueError: As `append`; nothing was added.
         """
-        cdef cnp.ndarray array = self.as_rows(rows)
+        # A copy: what makes extra keys may write to the caller's array.
+        cdef cnp.ndarray array = self.as_rows(rows).copy()
         cdef int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i
         cdef list ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)

@@ -304,9 +304,10 @@ cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
         limit = <int64_t> (held.num_blocks - group.spec_blocks) * group.block_size
         at = min(at, limit)
         if m.enable_caching:
-            # One token before the next block is full.
-            limit = <int64_t> max(held.num_cached, 0) * group.block_size
-            at = min(at, limit + group.block_size - 1)
+            # One token before the next block is full, if its hash is there to cache it.
+            limit = (<int64_t> max(held.num_cached, 0) + 1) * group.block_size
+            if limit <= <int64_t> m.requests[row].num_hashes * m.hash_block_size:
+                at = min(at, limit - 1)
             if group.hash_scale > 1 and not tail_is_cached(m, group, row):
                 return 0
         if group.kind == SLIDING_WINDOW:
