@@ -48,6 +48,26 @@ cdef double NEVER_ACCESSED = -1.0
 cdef class BlockOwner:
     """What both kinds of allocators have in common; not to be made itself."""
 
+    def __cinit__(self, *args, **kwargs):
+        self.ids = BlockIds(())
+
+    def get_num_total_blocks(self):
+        """Number of physical blocks."""
+        return self.ids.count
+
+    def get_physical_block_id(self, absolute_id):
+        """Place of a block's id among the ids in ascending order, from 0 on. O(1).
+
+        Raises:
+            ValueError: There is no such block.
+        """
+        return self.ids.row_of(absolute_id)
+
+    @property
+    def all_block_ids(self):
+        """The ids, a frozenset."""
+        return self.ids.as_frozenset()
+
     cdef block_id_t held_row(self, object block) except -1:
         raise NotImplementedError
 

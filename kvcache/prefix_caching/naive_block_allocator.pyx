@@ -510,23 +510,6 @@ cdef class NaiveBlockAllocator(BlockOwner):
         """Number of blocks that nobody uses."""
         return self.queue.num_free
 
-    def get_num_total_blocks(self):
-        """Number of physical blocks."""
-        return self.ids.count
-
-    def get_physical_block_id(self, absolute_id):
-        """Place of a block's id among the ids in ascending order, from 0 on. O(1).
-
-        Raises:
-            ValueError: There is no such block.
-        """
-        return self.ids.row_of(absolute_id)
-
-    @property
-    def all_block_ids(self):
-        """The ids, a frozenset."""
-        return self.ids.as_frozenset()
-
     @property
     def refcounter(self):
         """Counts the references to each block."""

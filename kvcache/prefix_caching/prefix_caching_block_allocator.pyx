@@ -529,23 +529,6 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         refuse_device(device)
         return self.blocks.num_free()
 
-    def get_num_total_blocks(self):
-        """Number of physical blocks."""
-        return self.ids.count
-
-    def get_physical_block_id(self, absolute_id):
-        """Place of a block's id among the ids in ascending order, from 0 on. O(1).
-
-        Raises:
-            ValueError: There is no such block.
-        """
-        return self.ids.row_of(absolute_id)
-
-    @property
-    def all_block_ids(self):
-        """The ids, a frozenset."""
-        return self.ids.as_frozenset()
-
     def get_prefix_cache_hit_rate(self):
         """Share of full blocks that were cached when allocated: 0.0 to 1.0."""
         return self.metric_data.get_hit_rate()
