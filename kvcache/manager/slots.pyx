@@ -195,7 +195,8 @@ cdef int hold_hits(
     if group.kind == CROSS_ATTENTION:
         return 0
     skipped = <int32_t> (num_skipped(group, total_computed) // group.block_size)
-    stop = max(skipped, held.num_hits)
+    # Those of a match that was dropped since do not count.
+    stop = max(skipped, held.num_hits if m.requests[row].matched else 0)
     for i in range(skipped):
         ids[i] = NULL_BLOCK
     if stop > skipped:
