@@ -17,12 +17,15 @@ from pool_sides import BIG_POOL, BLOCK_SIZE
 from kvcache import hashing
 
 MANY = 4_096  # requests
+BETWEEN = (False, False, RUNNING, 1)
 NOTES = (
     "Manager: nanoseconds a request, hashes given, against vLLM's KVCacheManager and"
     f" Request in a pool as above. A step decodes one token each of {RUNNING} requests"
     f" of {PROMPT * BLOCK_SIZE:,} to {PROMPT * BLOCK_SIZE + STEPS:,} tokens, of which"
     " a 16th caches a block and a 16th takes one; counting tokens, adding requests and"
-    " tokens is not in the time, on either side. Admission: a prompt of"
+    " tokens is not in the time, on either side. Tokens are added each 16 steps; tokens"
+    " between: before each, so that a step finds little in the near caches. Admission:"
+    " a prompt of"
     f" {PROMPT} cached blocks and some tokens, match + allocate_slots; with window:"
     f" full attention and a sliding window of {WINDOW} tokens. Free: of {FREED} blocks,"
     " with the content that ours keeps. Arrays: ours is a view, stock's get_block_ids +"
@@ -67,10 +70,12 @@ def manager_rows(stock: Any) -> list[Row]:
         same("decode, allocate_slots", 30, one_by_one),
         same("decode, allocate_slots, scattered", None, one_by_one, False, True),
         same("decode, allocate_slots, window", None, one_by_one, True),
+        same("decode, allocate_slots, tokens between", None, one_by_one, *BETWEEN),
         step("decode, allocate_step", 300),
         step("decode, allocate_step, scattered", None, False, True),
         step("decode, allocate_step, window", None, True),
         step(f"decode, allocate_step, {MANY:,}", None, False, False, MANY),
+        step("decode, allocate_step, tokens between", None, *BETWEEN),
         same("admission of a hit", 30, admit),
         same("admission of a hit, scattered", None, admit, False, True),
         same("admission of a hit, window", None, admit, True),

@@ -72,6 +72,9 @@ class OurEngine:
     def was_computed(self, rows: list[int], num_tokens: int) -> None:
         """`allocate_slots` has counted them."""
 
+    def was_decoded(self, rows: list[int]) -> None:
+        """Likewise."""
+
     def match(self, row: int) -> int:
         return self.manager.match(row)
 
@@ -155,6 +158,12 @@ class StockEngine:
             request.num_computed_tokens = num_tokens or request.num_tokens
         self.manager.take_new_block_ids()
 
+    def was_decoded(self, requests: list[Any]) -> None:
+        """The same after a step of one token each."""
+        for request in requests:
+            request.num_computed_tokens += 1
+        self.manager.take_new_block_ids()
+
     def match(self, request: Any) -> int:
         num_hits: int = self.manager.get_computed_blocks(request)[1]
         return num_hits
@@ -214,11 +223,16 @@ def filled(engine: Engine, num_blocks: int, scattered: bool, prompt: int) -> lis
 class Decoding:
     """Requests that get a token a step, of which every 16th needs a block each time.
 
-    After `steps` they end, what they cached is evicted, and they start again.
+    After `steps` they end, what they cached is evicted, and they start again. The
+    tokens of `ahead` steps are known at once: a loop of steps that nothing comes
+    between but vLLM's counting.
     """
 
-    def __init__(self, engine: Engine, num_requests: int, steps: int) -> None:
+    def __init__(
+        self, engine: Engine, num_requests: int, steps: int, ahead: int
+    ) -> None:
         self.engine = engine
+        self.ahead = ahead
         self.length = PROMPT * BLOCK_SIZE
         longest = PROMPT + steps // BLOCK_SIZE + 1
         self.hashes = [digests(-1 - i, 0, longest) for i in range(num_requests)]
@@ -227,16 +241,18 @@ class Decoding:
         self.steps = self.endless()
 
     def endless(self) -> Iterator[list[Any]]:
-        """The requests, before each step: each has one token that is not computed."""
+        """The requests, before each step: each has a token that is not computed."""
         while True:
             self.start()
-            for step in range(self.num_steps):
+            for done in range(0, self.num_steps, self.ahead):
                 for i, request in enumerate(self.requests):
-                    full, rest = divmod(self.length + i % 16 + step + 1, BLOCK_SIZE)
-                    fresh = [] if rest else [self.hashes[i][full - 1]]
-                    self.engine.append(request, fresh)
-                yield self.requests
-                self.engine.was_computed(self.requests, 0)
+                    for step in range(done, done + self.ahead):
+                        full, rest = divmod(self.length + i % 16 + step + 1, BLOCK_SIZE)
+                        fresh = [] if rest else [self.hashes[i][full - 1]]
+                        self.engine.append(request, fresh)
+                for _ in range(self.ahead):
+                    yield self.requests
+                    self.engine.was_decoded(self.requests)
 
     def start(self) -> None:
         engine, manager = self.engine, self.engine.manager
@@ -244,8 +260,11 @@ class Decoding:
         for request in self.requests:
             for group in range(engine.num_groups):
                 cached.update(engine.block_ids(request, group))
-            manager.free(request)
+        # Evicted before they are free, blocks are taken again before those that are
+        # cached: no step evicts.
         manager.block_pool.evict_blocks(cached - {0})
+        for request in self.requests:
+            manager.free(request)
         self.requests = []
         for i, hashes in enumerate(self.hashes):
             # Not all at the same place in their blocks: a block is full at any step.
@@ -257,13 +276,17 @@ class Decoding:
 
 
 def decoding(
-    make_engine: MakeEngine, window: bool, scattered: bool, num_requests: int
+    make_engine: MakeEngine,
+    window: bool,
+    scattered: bool,
+    num_requests: int,
+    ahead: int = BLOCK_SIZE,
 ) -> Decoding:
     many = num_requests > RUNNING
     num_blocks = BIG_POOL if many else POOL
     engine = make_engine(window, num_blocks, num_requests)
     filled(engine, num_blocks, scattered, PROMPT)
-    return Decoding(engine, num_requests, STEPS // 8 if many else STEPS)
+    return Decoding(engine, num_requests, STEPS // 8 if many else STEPS, ahead)
 
 
 def decode_one_by_one(
@@ -271,9 +294,10 @@ def decode_one_by_one(
     window: bool = False,
     scattered: bool = False,
     num_requests: int = RUNNING,
+    ahead: int = BLOCK_SIZE,
 ) -> Side:
     """A call a request, the same on both sides."""
-    batch = decoding(make_engine, window, scattered, num_requests)
+    batch = decoding(make_engine, window, scattered, num_requests, ahead)
     allocate = batch.engine.manager.allocate_slots
 
     def run(loops: int) -> int:
@@ -290,9 +314,12 @@ def decode_one_by_one(
 
 
 def decode_in_one_call(
-    window: bool = False, scattered: bool = False, num_requests: int = RUNNING
+    window: bool = False,
+    scattered: bool = False,
+    num_requests: int = RUNNING,
+    ahead: int = BLOCK_SIZE,
 ) -> Side:
-    batch = decoding(OurEngine, window, scattered, num_requests)
+    batch = decoding(OurEngine, window, scattered, num_requests, ahead)
     allocate = batch.engine.manager.allocate_step
     one = np.ones(num_requests, np.int32)
 

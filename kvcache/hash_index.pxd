@@ -101,6 +101,7 @@ cdef int index_reserve(
 ) noexcept nogil
 cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil
 cdef void index_prefetch(const HashIndex* index, const BlockMeta* row) noexcept nogil
+cdef void index_prefetch_key(const HashIndex* index, const Key* key) noexcept nogil
 cdef int64_t index_slot(const HashIndex* index, const Key* key) noexcept nogil
 cdef int32_t index_find(const HashIndex* index, const Key* key) noexcept nogil
 # Blocks of the leading digests that are present, at most MATCH_CHUNK at once so that

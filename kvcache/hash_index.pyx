@@ -188,11 +188,16 @@ cdef uint32_t index_tag(const HashIndex* index, const Key* key) noexcept nogil:
     return tag_of(index, key)
 
 
+cdef void index_prefetch_key(const HashIndex* index, const Key* key) noexcept nogil:
+    """Have the slot of a key brought to the cache."""
+    kvc_prefetch(&index.slots[home_of(index, tag_of(index, key))])
+
+
 cdef void index_prefetch(const HashIndex* index, const BlockMeta* row) noexcept nogil:
-    """Have the slot of a row's hash brought to the cache."""
+    """The same for the key of a row."""
     cdef Key key
     key_of_row(&key, row)
-    kvc_prefetch(&index.slots[home_of(index, tag_of(index, &key))])
+    index_prefetch_key(index, &key)
 
 
 cdef inline int64_t slot_of(

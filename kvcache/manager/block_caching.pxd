@@ -6,6 +6,11 @@ from kvcache.manager.manager_state cimport Group, ManagerState
 
 # Full blocks up to so many tokens are cached.
 cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil
+# Bring to the cache what `serve` will read and write for running requests that need
+# something: those at n places of a step's rows.
+cdef void prefetch_events(
+    const ManagerState* m, const int32_t* rows, const int32_t* places, Py_ssize_t n
+) noexcept nogil
 # Whether a prompt's end inside a block is as it will stay.
 cdef bint tail_is_cached(
     const ManagerState* m, const Group* group, int32_t row

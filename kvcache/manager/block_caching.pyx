@@ -7,8 +7,9 @@ Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to i
 """
 # The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
 # managers, with dense retention.
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint8_t, uint32_t
 
+from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
     NO_NUM_TOKENS,
     NULL_BLOCK,
@@ -25,6 +26,7 @@ from kvcache.hash_index cimport (
     index_chain,
     index_contains,
     index_drop_block,
+    index_prefetch_key,
     index_reserve,
 )
 from kvcache.manager.manager_state cimport (
@@ -68,15 +70,59 @@ cdef bint is_reachable(
     return i >= 0 and i % a_segment >= a_segment - need
 
 
+# In another module than its caller: else gcc takes it for a function without effect.
+cdef void prefetch_events(
+    const ManagerState* m, const int32_t* rows, const int32_t* places, Py_ssize_t n
+) noexcept nogil:
+    # In a step of 256 requests 16 cache a block and 16 take one, each of which touches
+    # six lines that are in no near cache: 3.6 us with this, 4.2 to 5.0 without.
+    cdef const Group* group
+    cdef GroupRow* held
+    cdef int32_t* ids
+    cdef int32_t g, row
+    cdef Py_ssize_t i
+    cdef Key key
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        for i in range(n):
+            row = rows[places[i]]
+            held = &group.rows[row]
+            ids = table_row(group, row)
+            kvc_prefetch(ids + held.num_blocks)
+            if may_cache(m, group, row):
+                kvc_prefetch(digest_of_block(m, group, row, held.num_cached))
+        for i in range(n):
+            row = rows[places[i]]
+            held = &group.rows[row]
+            if may_cache(m, group, row):
+                kvc_prefetch(&m.pool.rows[table_row(group, row)[held.num_cached]])
+                key_of_block(m, group, row, held.num_cached, &key)
+                index_prefetch_key(m.pool.index, &key)
+
+
+cdef inline bint may_cache(
+    const ManagerState* m, const Group* group, int32_t row
+) noexcept nogil:
+    """Whether the block behind the cached ones is there, and its hash."""
+    cdef GroupRow* held = &group.rows[row]
+    return (
+        0 <= held.num_cached < held.num_blocks
+        and (held.num_cached + 1) * group.hash_scale <= m.requests[row].num_hashes
+    )
+
+
+cdef inline const uint8_t* digest_of_block(
+    const ManagerState* m, const Group* group, int32_t row, int64_t i
+) noexcept nogil:
+    return m.requests[row].digests + (
+        (i + 1) * group.hash_scale - 1
+    ) * m.digest_length
+
+
 cdef inline void key_of_block(
     const ManagerState* m, const Group* group, int32_t row, int64_t i, Key* key
 ) noexcept nogil:
-    make_key(
-        key,
-        m.requests[row].digests + ((i + 1) * group.hash_scale - 1) * m.digest_length,
-        m.digest_length,
-        group.suffix,
-    )
+    make_key(key, digest_of_block(m, group, row, i), m.digest_length, group.suffix)
 
 
 cdef bint to_be_cached(

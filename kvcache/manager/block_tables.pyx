@@ -249,7 +249,7 @@ cdef class BlockTables(Requests):
         )
 
     cdef Py_ssize_t table_bytes(self) noexcept:
-        cdef Py_ssize_t a_row = sizeof(Request) + sizeof(int32_t), total = 0, g, row
+        cdef Py_ssize_t a_row = sizeof(Request) + 2 * sizeof(int32_t), total = 0, g, row
         for g in range(self.state.num_groups):
             a_row += self.state.groups[g].width * sizeof(int32_t) + sizeof(GroupRow)
         for row in range(self.state.max_requests):

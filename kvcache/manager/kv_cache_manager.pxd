@@ -15,7 +15,9 @@ cdef class KVCacheManager(BlockTables):
 
     cdef int check_slots(self, int32_t row, const Slots* slots) except -1
     cdef uint32_t next_step(self) noexcept
-    cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1
+    cdef int refuse_step(
+        self, const int32_t* rows, const int32_t* news, Py_ssize_t n
+    ) except -1
     cdef int free_row(self, int32_t row) except -1
     cdef void preempt_row(self, int32_t row) noexcept
     cdef int record(self, Request* request, int64_t num_hits) except -1

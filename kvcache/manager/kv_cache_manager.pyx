@@ -12,7 +12,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from math import lcm
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
-from kvcache.manager.block_caching cimport cache_blocks, to_be_cached
+from kvcache.manager.block_caching cimport cache_blocks, prefetch_events, to_be_cached
 from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     MAMBA,
@@ -35,7 +35,7 @@ from kvcache.manager.manager_state cimport (
     table_row,
 )
 from kvcache.manager.prefix_match cimport hits_hold, match_request
-from kvcache.manager.slots cimport SERVED, give_back, serve
+from kvcache.manager.slots cimport SERVED, advance, give_back, serve
 
 from kvcache import hashing
 from kvcache.errors import BlockStateError
@@ -358,82 +358,70 @@ cdef class KVCacheManager(BlockTables):
             array, counts = array.copy(), counts.copy()
         cdef const int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef const int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, at = 0, room, served = n
-        cdef int32_t num_groups = self.state.num_groups, g, more
+        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, k, num_busy = 0, done = 0
         cdef uint32_t num_rows = <uint32_t> self.state.max_requests, row
-        cdef uint32_t step
-        cdef int64_t longest = self.state.max_model_len, computed
+        cdef uint32_t step = self.next_step()
+        cdef int64_t longest = self.state.max_model_len, computed, lookahead
         cdef Request* requests = self.state.requests
         cdef Request* request
-        cdef GroupRow* held
-        cdef cnp.ndarray ids, new_block_ids, indptr
-        cdef int32_t* starts
-        cdef Slots slots
+        cdef int32_t* busy = self.state.busy
+        cdef bint outside, bad = False
+        cdef cnp.ndarray ids, indptr
+        cdef StepResult result
         if cnp.PyArray_DIM(counts, 0) != n:
             raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
-        memset(&slots, 0, sizeof(Slots))
-        slots.num_lookahead = as_int(
-            num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
-        )
-        slots.has_scheduled = True
-        step = self.next_step()
+        lookahead = as_int(num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS)
+        if n > num_rows:
+            self.refuse_step(data, news, n)
         for i in range(n):
             row = <uint32_t> data[i]
-            request = &requests[row if row < num_rows else 0]
-            if (
-                row >= num_rows
-                or request.status != RUNNING
-                or request.step == step
-                or news[i] < 1
-                or request.num_computed + news[i] > longest
-            ):
-                self.refuse_in_step(data[i], news[i])
+            outside = row >= num_rows
+            request = &requests[0 if outside else row]
+            computed = request.num_computed + news[i]
+            # Without a branch on what differs from request to request.
+            bad |= (
+                outside
+                | (request.status != RUNNING)
+                | (request.step == step)
+                | (news[i] < 1)
+                | (computed > longest)
+            )
             request.step = step
-        indptr = new_ids(n * num_groups + 1)
-        starts = <int32_t*> cnp.PyArray_DATA(indptr)
-        memset(starts, 0, (n * num_groups + 1) * sizeof(int32_t))
-        room = n * num_groups
-        ids = new_ids(room)
-        self.busy = self.state.loud != NULL
+            busy[num_busy] = <int32_t> i
+            num_busy += min(computed + lookahead, longest) > request.idle_until
+        if bad:
+            self.refuse_step(data, news, n)
+        result.num_groups = self.state.num_groups
+        result.num_ids, result.room = 0, num_busy * result.num_groups
+        ids = new_ids(result.room)
+        indptr = new_ids(n * result.num_groups + 1)
+        result.starts = <int32_t*> cnp.PyArray_DATA(indptr)
+        result.starts[0] = 0
+        prefetch_events(&self.state, data, busy, num_busy)
+        self.busy = True
         try:
-            for i in range(n):
-                request = &requests[data[i]]
-                computed = request.num_computed + news[i]
-                if min(computed + slots.num_lookahead, longest) <= request.idle_until:
-                    # Most requests: their slots are there, and no block becomes full.
-                    request.num_computed = computed
-                    continue
-                slots.num_new = news[i]
-                if serve(&self.state, data[i], &slots) != SERVED:
-                    served = i
+            for k in range(num_busy):
+                i = busy[k]
+                # Those before have their slots, and no block of theirs becomes full.
+                count_idle(requests, data, news, done, i, &result)
+                if advance(&self.state, data[i], news[i], lookahead) != SERVED:
+                    n = done = i
                     break
-                for g in range(num_groups):
-                    held = &self.state.groups[g].rows[data[i]]
-                    more = held.num_blocks - held.first_new
-                    if more == 0:
-                        continue
-                    if at + more > room:
-                        room = 2 * (at + more)
-                        ids = np.concatenate((ids[:at], new_ids(room - at)))
-                    memcpy(
-                        <int32_t*> cnp.PyArray_DATA(ids) + at,
-                        table_row(&self.state.groups[g], data[i]) + held.first_new,
-                        more * sizeof(int32_t),
-                    )
-                    at += more
-                    starts[i * num_groups + g + 1] = more
+                done = i + 1
+                while num_taken(&self.state, data[i]) > result.room - result.num_ids:
+                    ids = np.concatenate((ids, new_ids(result.room + 64)))
+                    result.room += result.room + 64
+                copy_taken(
+                    &self.state, data[i], <int32_t*> cnp.PyArray_DATA(ids), i, &result
+                )
+            count_idle(requests, data, news, done, n, &result)
         finally:
             self.busy = False
-        for i in range(served * num_groups):
-            starts[i + 1] += starts[i]
-        # A copy of the few there are takes less time than a slice.
-        new_block_ids = new_ids(at)
-        memcpy(
-            cnp.PyArray_DATA(new_block_ids), cnp.PyArray_DATA(ids), at * sizeof(int32_t)
-        )
-        if served < n:
-            indptr = indptr[: served * num_groups + 1]
-        return served, new_block_ids, indptr
+        if result.num_ids < result.room:
+            ids = ids[: result.num_ids]
+        if done < n or n < cnp.PyArray_DIM(array, 0):
+            indptr = indptr[: n * result.num_groups + 1]
+        return n, ids, indptr
 
     cdef uint32_t next_step(self) noexcept:
         """A number that no request was listed under; never 0."""
@@ -445,18 +433,28 @@ cdef class KVCacheManager(BlockTables):
             self.state.step = 1
         return self.state.step
 
-    cdef int refuse_in_step(self, int32_t row, int32_t num_new) except -1:
-        """Say why a step cannot have a request."""
-        if self.request(row).status != RUNNING:
-            raise BlockStateError(f"request {row} is not running")
-        if num_new < 1:
-            raise ValueError(f"request {row} asks for {num_new} new tokens")
-        if self.request(row).step == self.state.step:
-            raise ValueError(f"request {row} is listed more than once")
-        raise ValueError(
-            f"request {row} would have {self.request(row).num_computed + num_new}"
-            f" tokens, the limit is {self.state.max_model_len}"
-        )
+    cdef int refuse_step(
+        self, const int32_t* rows, const int32_t* news, Py_ssize_t n
+    ) except -1:
+        """Say which request a step cannot have, and why."""
+        cdef uint32_t step = self.next_step()
+        cdef Request* request
+        cdef Py_ssize_t i
+        for i in range(n):
+            request = self.request(rows[i])
+            if request.status != RUNNING:
+                raise BlockStateError(f"request {rows[i]} is not running")
+            if request.step == step:
+                raise ValueError(f"request {rows[i]} is listed more than once")
+            if news[i] < 1:
+                raise ValueError(f"request {rows[i]} asks for {news[i]} new tokens")
+            if request.num_computed + news[i] > self.state.max_model_len:
+                raise ValueError(
+                    f"request {rows[i]} would have {request.num_computed + news[i]}"
+                    f" tokens, the limit is {self.state.max_model_len}"
+                )
+            request.step = step
+        return 0
 
     def cache_blocks(self, row, num_computed_tokens):
         """Cache a request's full blocks, for instance once a connector has filled them.
@@ -687,6 +685,56 @@ cdef class KVCacheManager(BlockTables):
         for block, count in used.items():
             if self.block_pool.state.rows[<Py_ssize_t> block].ref_cnt < count:
                 raise AssertionError(f"block {block} is held {count} times")
+
+
+# What `allocate_step` gives back, as it is put together.
+cdef struct StepResult:
+    int32_t* starts         # of the ids of each request and group
+    int32_t num_groups
+    Py_ssize_t num_ids
+    Py_ssize_t room         # for ids
+
+
+cdef inline void count_idle(
+    Request* requests,
+    const int32_t* rows,
+    const int32_t* news,
+    Py_ssize_t start,
+    Py_ssize_t stop,
+    StepResult* result,
+) noexcept:
+    """Requests that need nothing: their tokens are computed from now on."""
+    cdef int32_t n = result.num_groups
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        requests[rows[i]].num_computed += news[i]
+    for i in range(start * n + 1, stop * n + 1):
+        result.starts[i] = <int32_t> result.num_ids
+
+
+cdef inline Py_ssize_t num_taken(const ManagerState* m, int32_t row) noexcept:
+    """Number of blocks that the last `serve` took for a request."""
+    cdef Py_ssize_t total = 0
+    cdef int32_t g
+    for g in range(m.num_groups):
+        total += m.groups[g].rows[row].num_blocks - m.groups[g].rows[row].first_new
+    return total
+
+
+cdef inline void copy_taken(
+    const ManagerState* m, int32_t row, int32_t* ids, Py_ssize_t i, StepResult* result
+) noexcept:
+    """Add these, request i of the step's, to the result; there is room."""
+    cdef GroupRow* held
+    cdef int32_t* cells
+    cdef int32_t g, k
+    for g in range(m.num_groups):
+        held = &m.groups[g].rows[row]
+        cells = table_row(&m.groups[g], row)
+        for k in range(held.first_new, held.num_blocks):
+            ids[result.num_ids] = cells[k]
+            result.num_ids += 1
+        result.starts[i * m.num_groups + g + 1] = <int32_t> result.num_ids
 
 
 cdef int cache_full(

@@ -93,6 +93,7 @@ cdef struct ManagerState:
     bint drops_blocks       # a group gives blocks back that the next token skips
     uint32_t step           # steps so far
     int32_t* scratch        # room for the widest table row
+    int32_t* busy           # room for the places in a step of those that need something
     int32_t* changed        # rows whose tables changed; num_changed of them
     int32_t num_changed
 
@@ -127,6 +128,18 @@ cdef inline int64_t num_skipped(const Group* group, int64_t computed) noexcept n
     else:
         return 0
     return computed if computed > 0 else 0
+
+
+cdef inline int64_t fills_at(
+    const ManagerState* m, const Group* group, int32_t row
+) noexcept nogil:
+    """Tokens with which the next block is full and can be cached; many if it cannot."""
+    cdef int64_t at = (
+        <int64_t> max(group.rows[row].num_cached, 0) + 1
+    ) * group.block_size
+    if at <= <int64_t> m.requests[row].num_hashes * m.hash_block_size:
+        return at
+    return <int64_t> 1 << 62
 
 
 cdef inline void note_change(ManagerState* m, int32_t row) noexcept nogil:

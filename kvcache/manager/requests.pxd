@@ -21,6 +21,7 @@ cdef class Requests:
     cdef int32_t find_row(self, object row) except -1
     cdef Request* request(self, object row) except NULL
     cdef cnp.ndarray as_rows(self, object rows)
+    cdef void wake(self, int32_t row) noexcept
     cdef int add_hashes(self, int32_t row, object hashes) except -1
     cdef int32_t open_request(
         self, int64_t num_tokens, const uint8_t* digests, Py_ssize_t num_hashes,

@@ -15,7 +15,14 @@ from libc.string cimport memcpy
 from kvcache._args cimport as_ids, as_int
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.hashing.block_hasher cimport BlockHasher
-from kvcache.manager.manager_state cimport UNUSED, WAITING, lazily
+from kvcache.manager.block_caching cimport tail_is_cached
+from kvcache.manager.manager_state cimport (
+    UNUSED,
+    WAITING,
+    Group,
+    fills_at,
+    lazily,
+)
 
 from kvcache.errors import BlockStateError
 from kvcache.manager.request_content import RequestContent
@@ -39,11 +46,13 @@ cdef class Requests:
                 PyMem_RawFree(self.state.requests[i].digests)
         PyMem_RawFree(self.state.requests)
         PyMem_RawFree(self.state.changed)
+        PyMem_RawFree(self.state.busy)
 
     cdef int make_rows(self, Py_ssize_t count) except -1:
         """Memory for so many requests."""
         self.state.requests = <Request*> lazily(count, sizeof(Request), "requests")
         self.state.changed = <int32_t*> lazily(count, sizeof(int32_t), "requests")
+        self.state.busy = <int32_t*> lazily(count + 1, sizeof(int32_t), "requests")
         self.state.max_requests = <int32_t> count
         self.contents, self.hashers = [None] * count, [None] * count
         self.vacant = list(range(count - 1, -1, -1))
@@ -148,8 +157,21 @@ cdef class Requests:
         self.reserve_digests(row, count)
         memcpy(request.digests + request.num_hashes * length, digests, count * length)
         request.num_hashes += <int32_t> count
-        request.idle_until = 0
+        self.wake(row)
         return 0
+
+    cdef void wake(self, int32_t row) noexcept:
+        """There are more hashes: blocks may be cached that could not be."""
+        cdef Request* request = &self.state.requests[row]
+        cdef Group* group
+        cdef int32_t g
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            request.idle_until = min(
+                request.idle_until, fills_at(&self.state, group, row) - 1
+            )
+            if not tail_is_cached(&self.state, group, row):
+                request.idle_until = 0
 
     cdef int32_t next_row(self, int64_t num_tokens) except -1:
         """The row that a request of so many tokens would have, vacant as yet."""
@@ -222,7 +244,7 @@ cdef class Requests:
             memcpy(request.digests + have * length, <char*> <bytes> digest, length)
             have += 1
         request.num_hashes = <int32_t> have
-        request.idle_until = 0  # a block may be cached now
+        self.wake(row)
         return 0
 
     cdef int forget(self, int32_t row) except -1:

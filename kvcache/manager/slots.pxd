@@ -11,6 +11,10 @@ cdef enum Served:
 # Whether the request was served; its new blocks stand behind those it had. NO_ROOM
 # changes nothing but that blocks outside the window are given back.
 cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
+# The same for a running request that asks for slots for its next tokens, no more.
+cdef int advance(
+    ManagerState* m, int32_t row, int64_t num_new, int64_t num_lookahead
+) except -1 nogil
 # The request holds nothing any more: last blocks first, group by group.
 cdef void give_back(ManagerState* m, int32_t row) noexcept nogil
 # Blocks outside the window are given back, last first; null blocks take their place.

@@ -21,6 +21,7 @@ from kvcache.manager.manager_state cimport (
     GroupRow,
     Request,
     cdiv,
+    fills_at,
     note_change,
     num_skipped,
     table_row,
@@ -30,6 +31,15 @@ from kvcache.pool_state cimport pool_free, pool_get, pool_touch
 
 cdef inline int64_t slots_of(const Group* group, const GroupRow* held) noexcept nogil:
     return <int64_t> held.num_blocks * group.block_size
+
+
+cdef inline int64_t slots_needed(
+    const Group* group, int64_t num_tokens, int64_t num_encoder
+) noexcept nogil:
+    """Slots that a group has to have for so many tokens."""
+    if group.kind == CROSS_ATTENTION:
+        return num_encoder
+    return num_tokens + <int64_t> group.block_size * group.spec_blocks
 
 
 cdef int take(ManagerState* m, int32_t* into, int32_t n) except -1 nogil:
@@ -76,9 +86,8 @@ cdef inline int64_t blocks_needed(
     cdef int32_t i
     cdef int32_t num_hits = held.num_hits if m.requests[row].matched else 0
     if group.kind == CROSS_ATTENTION:
-        num_tokens, total_computed, num_hits = slots.num_encoder, 0, 0
-    elif group.kind == MAMBA:
-        num_tokens += <int64_t> group.block_size * group.spec_blocks
+        total_computed, num_hits = 0, 0
+    num_tokens = slots_needed(group, num_tokens, slots.num_encoder)
     if held.num_cached != NOT_TRACKED and num_tokens <= slots_of(group, held):
         return 0
     required = cdiv(num_tokens, group.block_size)
@@ -225,23 +234,65 @@ cdef int take_external(
     return 0
 
 
+cdef int advance(
+    ManagerState* m, int32_t row, int64_t num_new, int64_t num_lookahead
+) except -1 nogil:
+    cdef Request* request = &m.requests[row]
+    cdef Group* group
+    cdef GroupRow* held
+    cdef int64_t total = request.num_computed + num_new, needed, all_needed = 0
+    cdef int64_t wanted = min(total + num_lookahead, m.max_model_len)
+    cdef int32_t g, n
+    if m.drops_blocks:
+        remove_skipped(
+            m, row, max(request.num_computed - request.num_in_flight, <int64_t> 0)
+        )
+    for g in range(m.num_groups):
+        group = &m.groups[g]
+        held = &group.rows[row]
+        held.first_new = held.num_blocks
+        needed = slots_needed(group, wanted, 0)
+        if needed > slots_of(group, held):
+            all_needed += cdiv(needed, group.block_size) - held.num_blocks
+    if all_needed:
+        if all_needed > m.pool.queue.num_free:
+            return NO_ROOM
+        for g in range(m.num_groups):
+            group = &m.groups[g]
+            held = &group.rows[row]
+            needed = slots_needed(group, wanted, 0)
+            if needed > slots_of(group, held):
+                n = <int32_t> cdiv(needed, group.block_size) - held.num_blocks
+                take(m, table_row(group, row) + held.num_blocks, n)
+                held.num_blocks += n
+        note_change(m, row)
+    request.num_computed = total
+    request.idle_until = 0
+    cache_blocks(m, row, min(total, request.num_tokens))
+    request.idle_until = next_event(m, row)
+    return SERVED
+
+
 cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil:
     cdef Request* request = &m.requests[row]
     cdef Group* group
     cdef GroupRow* held
     cdef int64_t local, total, wanted, required, num_free, watermark = 0
     cdef int32_t g, n
+    if request.status == RUNNING and not (
+        slots.num_encoder
+        or slots.reserved_blocks
+        or slots.must_fit
+        or slots.delay_cache
+    ):
+        total = request.num_computed + slots.num_new
+        if min(total + slots.num_lookahead, m.max_model_len) <= request.idle_until:
+            request.num_computed = total
+            return SERVED
+        return advance(m, row, slots.num_new, slots.num_lookahead)
     local = request.num_computed + (request.hit_length if request.matched else 0)
     total = min(local + slots.num_external, m.max_model_len)
     wanted = min(total + slots.num_new + slots.num_lookahead, m.max_model_len)
-    if wanted <= request.idle_until and not (
-        slots.num_external
-        or slots.num_encoder
-        or slots.reserved_blocks
-        or slots.must_fit
-    ):
-        request.num_computed = total + slots.num_new
-        return SERVED
     if slots.has_scheduled and request.status != RUNNING:
         watermark = m.watermark_blocks
     if slots.must_fit:
@@ -271,9 +322,7 @@ cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
     for g in range(m.num_groups):
         group = &m.groups[g]
         held = &group.rows[row]
-        required = slots.num_encoder if group.kind == CROSS_ATTENTION else wanted
-        if group.kind == MAMBA:
-            required += <int64_t> group.block_size * group.spec_blocks
+        required = slots_needed(group, wanted, slots.num_encoder)
         held.first_new = held.num_blocks
         if required > slots_of(group, held):
             n = <int32_t> cdiv(required, group.block_size) - held.num_blocks
@@ -305,10 +354,7 @@ cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
         limit = <int64_t> (held.num_blocks - group.spec_blocks) * group.block_size
         at = min(at, limit)
         if m.enable_caching:
-            # One token before the next block is full, if its hash is there to cache it.
-            limit = (<int64_t> max(held.num_cached, 0) + 1) * group.block_size
-            if limit <= <int64_t> m.requests[row].num_hashes * m.hash_block_size:
-                at = min(at, limit - 1)
+            at = min(at, fills_at(m, group, row) - 1)
             if group.hash_scale > 1 and not tail_is_cached(m, group, row):
                 return 0
         if group.kind == SLIDING_WINDOW:

@@ -592,6 +592,15 @@ class ManagerMachine(RuleBasedStateMachine):
                         memory[target, place[1]] = content
 
     @precondition(lambda self: any(self.model.pool.keys))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """A block loses its content, which somebody may have matched."""
+        cached = [block for block, keys in enumerate(self.model.pool.keys) if keys]
+        block = data.draw(st.sampled_from(cached), label="block")
+        self.model.pool.evict([block])
+        self.real.evict_blocks({block})
+
+    @precondition(lambda self: any(self.model.pool.keys))
     @rule()
     def reset(self) -> None:
         self.agree(self.model.reset, self.real.reset_prefix_cache)
@@ -634,7 +643,7 @@ def run(groups: list[Any], caching: bool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20, stateful_step_count=40, deadline=None, database=None
+            max_examples=40, stateful_step_count=40, deadline=None, database=None
         ),
     )
 
