@@ -391,9 +391,7 @@ cdef class KVCacheManager(BlockTables):
             num_busy += min(computed + lookahead, longest) > request.idle_until
         if bad:
             self.refuse_step(data, news, n)
-        result.num_groups = self.state.num_groups
-        result.num_ids, result.room = 0, num_busy * result.num_groups
-        ids = new_ids(result.room)
+        result.num_groups, result.num_ids = self.state.num_groups, 0
         indptr = new_ids(n * result.num_groups + 1)
         result.starts = <int32_t*> cnp.PyArray_DATA(indptr)
         result.starts[0] = 0
@@ -408,18 +406,15 @@ cdef class KVCacheManager(BlockTables):
                     n = done = i
                     break
                 done = i + 1
-                while num_taken(&self.state, data[i]) > result.room - result.num_ids:
-                    ids = np.concatenate((ids, new_ids(result.room + 64)))
-                    result.room += result.room + 64
-                copy_taken(
-                    &self.state, data[i], <int32_t*> cnp.PyArray_DATA(ids), i, &result
-                )
+                count_taken(&self.state, data[i], i, &result)
             count_idle(requests, data, news, done, n, &result)
         finally:
             self.busy = False
-        if result.num_ids < result.room:
-            ids = ids[: result.num_ids]
-        if done < n or n < cnp.PyArray_DIM(array, 0):
+        ids = new_ids(result.num_ids)
+        copy_taken(
+            &self.state, data, busy, num_busy, n, <int32_t*> cnp.PyArray_DATA(ids)
+        )
+        if n < cnp.PyArray_DIM(array, 0):
             indptr = indptr[: n * result.num_groups + 1]
         return n, ids, indptr
 
@@ -692,7 +687,6 @@ cdef struct StepResult:
     int32_t* starts         # of the ids of each request and group
     int32_t num_groups
     Py_ssize_t num_ids
-    Py_ssize_t room         # for ids
 
 
 cdef inline void count_idle(
@@ -712,29 +706,40 @@ cdef inline void count_idle(
         result.starts[i] = <int32_t> result.num_ids
 
 
-cdef inline Py_ssize_t num_taken(const ManagerState* m, int32_t row) noexcept:
-    """Number of blocks that the last `serve` took for a request."""
-    cdef Py_ssize_t total = 0
+cdef inline void count_taken(
+    const ManagerState* m, int32_t row, Py_ssize_t i, StepResult* result
+) noexcept:
+    """Count the blocks that request i of the step's has just taken."""
+    cdef GroupRow* held
     cdef int32_t g
     for g in range(m.num_groups):
-        total += m.groups[g].rows[row].num_blocks - m.groups[g].rows[row].first_new
-    return total
+        held = &m.groups[g].rows[row]
+        result.num_ids += held.num_blocks - held.first_new
+        result.starts[i * m.num_groups + g + 1] = <int32_t> result.num_ids
 
 
 cdef inline void copy_taken(
-    const ManagerState* m, int32_t row, int32_t* ids, Py_ssize_t i, StepResult* result
+    const ManagerState* m,
+    const int32_t* rows,
+    const int32_t* places,
+    Py_ssize_t num_places,
+    Py_ssize_t stop,
+    int32_t* ids,
 ) noexcept:
-    """Add these, request i of the step's, to the result; there is room."""
+    """Write the ids of all blocks that requests before `stop` have taken."""
     cdef GroupRow* held
     cdef int32_t* cells
-    cdef int32_t g, k
-    for g in range(m.num_groups):
-        held = &m.groups[g].rows[row]
-        cells = table_row(&m.groups[g], row)
-        for k in range(held.first_new, held.num_blocks):
-            ids[result.num_ids] = cells[k]
-            result.num_ids += 1
-        result.starts[i * m.num_groups + g + 1] = <int32_t> result.num_ids
+    cdef int32_t g, i
+    cdef Py_ssize_t k
+    for k in range(num_places):
+        if places[k] >= stop:
+            break
+        for g in range(m.num_groups):
+            held = &m.groups[g].rows[rows[places[k]]]
+            cells = table_row(&m.groups[g], rows[places[k]])
+            for i in range(held.first_new, held.num_blocks):
+                ids[0] = cells[i]
+                ids += 1
 
 
 cdef int cache_full(
