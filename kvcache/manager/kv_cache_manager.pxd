@@ -15,6 +15,10 @@ cdef class KVCacheManager(BlockTables):
 
     cdef int check_slots(self, int32_t row, const Slots* slots) except -1
     cdef uint32_t next_step(self) noexcept
+    cdef void take_back(
+        self, const int32_t* rows, const int32_t* news, const int32_t* busy,
+        Py_ssize_t num_busy, Py_ssize_t start, Py_ssize_t stop,
+    ) noexcept
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
     ) except -1

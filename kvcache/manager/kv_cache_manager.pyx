@@ -361,11 +361,11 @@ cdef class KVCacheManager(BlockTables):
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, k, num_busy = 0, done = 0
         cdef uint32_t num_rows = <uint32_t> self.state.max_requests, row
         cdef uint32_t step = self.next_step()
-        cdef int64_t longest = self.state.max_model_len, computed, lookahead
+        cdef int64_t longest = self.state.max_model_len, lookahead
         cdef Request* requests = self.state.requests
         cdef Request* request
         cdef int32_t* busy = self.state.busy
-        cdef bint outside, bad = False
+        cdef bint outside, idle, bad = False
         cdef cnp.ndarray ids, indptr
         cdef StepResult result
         if cnp.PyArray_DIM(counts, 0) != n:
@@ -377,19 +377,22 @@ cdef class KVCacheManager(BlockTables):
             row = <uint32_t> data[i]
             outside = row >= num_rows
             request = &requests[0 if outside else row]
-            computed = request.num_computed + news[i]
             # Without a branch on what differs from request to request.
-            bad |= (
-                outside
-                | (request.status != RUNNING)
-                | (request.step == step)
-                | (news[i] < 1)
-                | (computed > longest)
-            )
+            bad |= outside | (request.step == step) | (news[i] < 1)
             request.step = step
             busy[num_busy] = <int32_t> i
-            num_busy += min(computed + lookahead, longest) > request.idle_until
+            # The others run and have their slots, as `idle_until` says: that is all.
+            idle = request.num_computed + news[i] + lookahead <= request.idle_until
+            request.num_computed += news[i] if idle else 0
+            num_busy += not idle
+        for k in range(num_busy):
+            request = &requests[<uint32_t> data[busy[k]] % num_rows]
+            bad |= (
+                (request.status != RUNNING)
+                | (request.num_computed + news[busy[k]] > longest)
+            )
         if bad:
+            self.take_back(data, news, busy, num_busy, 0, n)
             self.refuse_step(data, news, n)
         result.num_groups, result.num_ids = self.state.num_groups, 0
         indptr = new_ids(n * result.num_groups + 1)
@@ -400,16 +403,21 @@ cdef class KVCacheManager(BlockTables):
         try:
             for k in range(num_busy):
                 i = busy[k]
-                # Those before have their slots, and no block of theirs becomes full.
-                count_idle(requests, data, news, done, i, &result)
+                fill_starts(&result, done, i)
+                done = i
                 if advance(&self.state, data[i], news[i], lookahead) != SERVED:
-                    n = done = i
+                    n = i
                     break
                 done = i + 1
                 count_taken(&self.state, data[i], i, &result)
-            count_idle(requests, data, news, done, n, &result)
+            fill_starts(&result, done, n)
+            done = n
         finally:
             self.busy = False
+            if done < cnp.PyArray_DIM(array, 0):
+                self.take_back(
+                    data, news, busy, num_busy, done, cnp.PyArray_DIM(array, 0)
+                )
         ids = new_ids(result.num_ids)
         copy_taken(
             &self.state, data, busy, num_busy, n, <int32_t*> cnp.PyArray_DATA(ids)
@@ -427,6 +435,22 @@ cdef class KVCacheManager(BlockTables):
                 self.state.requests[row].step = 0
             self.state.step = 1
         return self.state.step
+
+    cdef void take_back(
+        self, const int32_t* rows, const int32_t* news, const int32_t* busy,
+        Py_ssize_t num_busy, Py_ssize_t start, Py_ssize_t stop,
+    ) noexcept:
+        """Idle requests from `start` on are not served after all."""
+        cdef uint32_t row
+        cdef Py_ssize_t i, k = 0
+        for i in range(stop):
+            if k < num_busy and busy[k] == i:
+                k += 1
+            elif i >= start:
+                row = <uint32_t> rows[i]
+                if row >= <uint32_t> self.state.max_requests:
+                    row = 0
+                self.state.requests[row].num_computed -= news[i]
 
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
@@ -689,20 +713,12 @@ cdef struct StepResult:
     Py_ssize_t num_ids
 
 
-cdef inline void count_idle(
-    Request* requests,
-    const int32_t* rows,
-    const int32_t* news,
-    Py_ssize_t start,
-    Py_ssize_t stop,
-    StepResult* result,
+cdef inline void fill_starts(
+    StepResult* result, Py_ssize_t start, Py_ssize_t stop
 ) noexcept:
-    """Requests that need nothing: their tokens are computed from now on."""
-    cdef int32_t n = result.num_groups
+    """Requests that have taken nothing."""
     cdef Py_ssize_t i
-    for i in range(start, stop):
-        requests[rows[i]].num_computed += news[i]
-    for i in range(start * n + 1, stop * n + 1):
+    for i in range(start * result.num_groups + 1, stop * result.num_groups + 1):
         result.starts[i] = <int32_t> result.num_ids
 
 
