@@ -316,11 +316,11 @@ cdef class KVCacheManager(BlockTables):
         for g in range(self.state.num_groups):
             held = &self.state.groups[g].rows[at]
             # Hits, and blocks whose tokens a connector brings, come before.
-            had[g] = held.first_new
-            num_new = held.num_blocks - had[g]
+            num_new = held.num_blocks - held.first_new
             ids = new_ids(num_new)
             memcpy(
-                cnp.PyArray_DATA(ids), table_row(&self.state.groups[g], at) + had[g],
+                cnp.PyArray_DATA(ids),
+                table_row(&self.state.groups[g], at) + held.first_new,
                 num_new * sizeof(int32_t),
             )
             made.append(ids)

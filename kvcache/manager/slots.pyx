@@ -57,6 +57,20 @@ cdef int take_loudly(ManagerState* m, int32_t* into, int32_t n) except -1 with g
     return 0
 
 
+cdef inline int extend(
+    ManagerState* m, Group* group, int32_t row, int64_t num_slots
+) except -1 nogil:
+    """Take what a group lacks to have so many slots, of free blocks that suffice."""
+    cdef GroupRow* held = &group.rows[row]
+    cdef int32_t n
+    if num_slots > slots_of(group, held):
+        n = <int32_t> cdiv(num_slots, group.block_size) - held.num_blocks
+        take(m, table_row(group, row) + held.num_blocks, n)
+        held.num_blocks += n
+        note_change(m, row)
+    return 0
+
+
 cdef int touch(ManagerState* m, int32_t* ids, int32_t n) except -1 nogil:
     """One more user of each block."""
     if m.loud != NULL:
@@ -222,15 +236,10 @@ cdef int take_external(
     ManagerState* m, Group* group, int32_t row, int64_t total_computed
 ) except -1 nogil:
     """Blocks for tokens that a connector brings, but for those outside the window."""
-    cdef GroupRow* held = &group.rows[row]
-    cdef int64_t skipped = num_skipped(group, total_computed)
-    cdef int32_t n
-    if group.kind == CROSS_ATTENTION or total_computed <= skipped:
-        return 0
-    n = <int32_t> cdiv(total_computed, group.block_size) - held.num_blocks
-    if n > 0:
-        take(m, table_row(group, row) + held.num_blocks, n)
-        held.num_blocks += n
+    if group.kind != CROSS_ATTENTION and total_computed > num_skipped(
+        group, total_computed
+    ):
+        extend(m, group, row, total_computed)
     return 0
 
 
@@ -242,7 +251,7 @@ cdef int advance(
     cdef GroupRow* held
     cdef int64_t total = request.num_computed + num_new, needed, all_needed = 0
     cdef int64_t wanted = min(total + num_lookahead, m.max_model_len)
-    cdef int32_t g, n
+    cdef int32_t g
     if m.drops_blocks:
         remove_skipped(
             m, row, max(request.num_computed - request.num_in_flight, <int64_t> 0)
@@ -259,13 +268,7 @@ cdef int advance(
             return NO_ROOM
         for g in range(m.num_groups):
             group = &m.groups[g]
-            held = &group.rows[row]
-            needed = slots_needed(group, wanted, 0)
-            if needed > slots_of(group, held):
-                n = <int32_t> cdiv(needed, group.block_size) - held.num_blocks
-                take(m, table_row(group, row) + held.num_blocks, n)
-                held.num_blocks += n
-        note_change(m, row)
+            extend(m, group, row, slots_needed(group, wanted, 0))
     request.num_computed = total
     request.idle_until = 0
     cache_blocks(m, row, min(total, request.num_tokens))
@@ -276,9 +279,8 @@ cdef int advance(
 cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil:
     cdef Request* request = &m.requests[row]
     cdef Group* group
-    cdef GroupRow* held
     cdef int64_t local, total, wanted, required, num_free, watermark = 0
-    cdef int32_t g, n
+    cdef int32_t g
     if request.status == RUNNING and not (
         slots.num_encoder
         or slots.reserved_blocks
@@ -309,9 +311,7 @@ cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
     num_free = <int64_t> m.pool.queue.num_free - slots.reserved_blocks
     if required > num_free:
         return NO_ROOM
-    if (request.matched or slots.num_external) and (
-        has_hits(m, row) or slots.num_external
-    ) and not is_tracked(m, row):
+    if (slots.num_external or has_hits(m, row)) and not is_tracked(m, row):
         note_change(m, row)
         # All hits first: a block taken for one group could be another one's hit.
         for g in range(m.num_groups):
@@ -321,14 +321,8 @@ cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
                 take_external(m, &m.groups[g], row, local + slots.num_external)
     for g in range(m.num_groups):
         group = &m.groups[g]
-        held = &group.rows[row]
-        required = slots_needed(group, wanted, slots.num_encoder)
-        held.first_new = held.num_blocks
-        if required > slots_of(group, held):
-            n = <int32_t> cdiv(required, group.block_size) - held.num_blocks
-            take(m, table_row(group, row) + held.num_blocks, n)
-            held.num_blocks += n
-            note_change(m, row)
+        group.rows[row].first_new = group.rows[row].num_blocks
+        extend(m, group, row, slots_needed(group, wanted, slots.num_encoder))
     request.matched = False
     request.hit_length = 0
     request.status = RUNNING
