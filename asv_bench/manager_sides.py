@@ -229,9 +229,15 @@ class Decoding:
     """
 
     def __init__(
-        self, engine: Engine, num_requests: int, steps: int, ahead: int
+        self,
+        engine: Engine,
+        num_requests: int,
+        steps: int,
+        ahead: int,
+        scattered: bool,
     ) -> None:
         self.engine = engine
+        self.scattered = scattered
         self.ahead = ahead
         self.length = PROMPT * BLOCK_SIZE
         longest = PROMPT + steps // BLOCK_SIZE + 1
@@ -265,6 +271,7 @@ class Decoding:
         manager.block_pool.evict_blocks(cached - {0})
         for request in self.requests:
             manager.free(request)
+        self.restore_order(len(cached - {0}))
         self.requests = []
         for i, hashes in enumerate(self.hashes):
             # Not all at the same place in their blocks: a block is full at any step.
@@ -273,6 +280,15 @@ class Decoding:
             manager.allocate_slots(request, num_tokens)
             self.requests.append(request)
         engine.was_computed(self.requests, 0)
+
+    def restore_order(self, num_blocks: int) -> None:
+        """Free blocks come out as at first: else a pool ages into a scattered one."""
+        pool = self.engine.manager.block_pool
+        blocks = pool.get_new_blocks(num_blocks)
+        blocks.sort(key=lambda block: block.block_id)
+        if self.scattered:
+            Random(SEED).shuffle(blocks)
+        pool.free_blocks(blocks)
 
 
 def decoding(
@@ -286,7 +302,8 @@ def decoding(
     num_blocks = BIG_POOL if many else POOL
     engine = make_engine(window, num_blocks, num_requests)
     filled(engine, num_blocks, scattered, PROMPT)
-    return Decoding(engine, num_requests, STEPS // 8 if many else STEPS, ahead)
+    steps = STEPS // 8 if many else STEPS
+    return Decoding(engine, num_requests, steps, ahead, scattered)
 
 
 def decode_one_by_one(

@@ -1,11 +1,18 @@
 # Caching a request's blocks as they fill.
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.manager.manager_state cimport Group, ManagerState
+from kvcache.manager.manager_state cimport FULL_ATTENTION, Group, ManagerState
 
 
-# Full blocks up to so many tokens are cached.
-cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil
+cdef inline bint may_have_tail(const Group* group) noexcept nogil:
+    """Whether a prompt's end inside a block has a hash."""
+    return group.hash_scale > 1 and group.kind == FULL_ATTENTION
+
+
+# A request's full blocks up to so many tokens are cached in a group.
+cdef int cache_blocks(
+    ManagerState* m, int32_t row, int32_t g, int64_t num_tokens
+) except -1 nogil
 # Bring to the cache what `serve` will read and write for running requests that need
 # something: those at n places of a step's rows.
 cdef void prefetch_events(

@@ -7,7 +7,7 @@ Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to i
 """
 # The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
 # managers, with dense retention.
-from libc.stdint cimport uint8_t, uint32_t
+from libc.stdint cimport uint32_t
 
 from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
@@ -30,11 +30,11 @@ from kvcache.hash_index cimport (
     index_reserve,
 )
 from kvcache.manager.manager_state cimport (
-    FULL_ATTENTION,
     SLIDING_WINDOW,
+    Content,
     GroupRow,
-    Request,
     cdiv,
+    digest_of,
     table_row,
 )
 
@@ -90,7 +90,7 @@ cdef void prefetch_events(
             ids = table_row(group, row)
             kvc_prefetch(ids + held.num_blocks)
             if may_cache(m, group, row):
-                kvc_prefetch(digest_of_block(m, group, row, held.num_cached))
+                kvc_prefetch(digest_of(m, group, row, held.num_cached))
         for i in range(n):
             row = rows[places[i]]
             held = &group.rows[row]
@@ -107,22 +107,14 @@ cdef inline bint may_cache(
     cdef GroupRow* held = &group.rows[row]
     return (
         0 <= held.num_cached < held.num_blocks
-        and (held.num_cached + 1) * group.hash_scale <= m.requests[row].num_hashes
+        and (held.num_cached + 1) * group.hash_scale <= m.content[row].num_hashes
     )
-
-
-cdef inline const uint8_t* digest_of_block(
-    const ManagerState* m, const Group* group, int32_t row, int64_t i
-) noexcept nogil:
-    return m.requests[row].digests + (
-        (i + 1) * group.hash_scale - 1
-    ) * m.digest_length
 
 
 cdef inline void key_of_block(
     const ManagerState* m, const Group* group, int32_t row, int64_t i, Key* key
 ) noexcept nogil:
-    make_key(key, digest_of_block(m, group, row, i), m.digest_length, group.suffix)
+    make_key(key, digest_of(m, group, row, i), m.digest_length, group.suffix)
 
 
 cdef bint to_be_cached(
@@ -137,31 +129,24 @@ cdef bint to_be_cached(
     return not (has_hash(meta) and row_has_key(meta, &key))
 
 
-cdef int cache_blocks(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil:
-    cdef Request* request = &m.requests[row]
-    cdef Group* group
-    cdef GroupRow* held
-    cdef int64_t hashed = <int64_t> request.num_hashes * m.hash_block_size, tokens
-    cdef int32_t g, stop
-    if not m.enable_caching:
-        return 0
-    for g in range(m.num_groups):
-        group = &m.groups[g]
-        held = &group.rows[row]
-        tokens = cacheable_tokens(m, group, num_tokens)
-        # Mostly there is no block to cache, and then nothing to divide.
-        if min(tokens, hashed) >= (
-            (max(held.num_cached, 0) + <int64_t> 1) * group.block_size
-        ):
-            stop = <int32_t> (min(tokens, hashed) // group.block_size)
-            if m.loud != NULL:
-                with gil:
-                    m.cache_full(m.owner, row, g, max(held.num_cached, 0), stop)
-            else:
-                cache_full(m, group, row, max(held.num_cached, 0), stop)
-            held.num_cached = stop
-        if group.kind == FULL_ATTENTION and group.hash_scale > 1:
-            cache_tail(m, group, row, g, tokens)
+cdef int cache_blocks(
+    ManagerState* m, int32_t row, int32_t g, int64_t num_tokens
+) except -1 nogil:
+    cdef Group* group = &m.groups[g]
+    cdef GroupRow* held = &group.rows[row]
+    cdef int64_t hashed = <int64_t> m.content[row].num_hashes * m.hash_block_size
+    cdef int64_t tokens = cacheable_tokens(m, group, num_tokens)
+    cdef int32_t start = max(held.num_cached, 0)
+    cdef int32_t stop = <int32_t> (min(tokens, hashed) // group.block_size)
+    if stop > start:
+        if m.loud != NULL:
+            with gil:
+                m.cache_full(m.owner, row, g, start, stop)
+        else:
+            cache_full(m, group, row, start, stop)
+        held.num_cached = stop
+    if may_have_tail(group):
+        cache_tail(m, group, row, g, tokens)
     return 0
 
 
@@ -212,11 +197,11 @@ cdef bint tail_is_cached(
     const ManagerState* m, const Group* group, int32_t row
 ) noexcept nogil:
     cdef int64_t hashes
-    if group.kind != FULL_ATTENTION or group.hash_scale == 1:
+    if not may_have_tail(group):
         return True
     hashes = tail_hashes(m, group, row)
     # The block that it is in was full already when the tail was last looked at.
-    return hashes <= m.requests[row].num_hashes and (
+    return hashes <= m.content[row].num_hashes and (
         hashes % group.hash_scale == 0
         or group.rows[row].num_cached > hashes // group.hash_scale
     )
@@ -226,8 +211,8 @@ cdef int cache_tail(
     ManagerState* m, Group* group, int32_t row, int32_t g, int64_t num_tokens
 ) except -1 nogil:
     """Cache the end of the prompt, where it is inside a block, under its last hash."""
-    cdef Request* request = &m.requests[row]
-    cdef int64_t hashes = min(tail_hashes(m, group, row), <int64_t> request.num_hashes)
+    cdef const Content* content = &m.content[row]
+    cdef int64_t hashes = min(tail_hashes(m, group, row), <int64_t> content.num_hashes)
     cdef int64_t boundary = hashes * m.hash_block_size
     cdef int64_t i = boundary // group.block_size
     cdef BlockMeta* meta
@@ -244,7 +229,7 @@ cdef int cache_tail(
     if block == NULL_BLOCK:
         return 0
     make_key(
-        &key, request.digests + (hashes - 1) * m.digest_length, m.digest_length,
+        &key, content.digests + (hashes - 1) * m.digest_length, m.digest_length,
         group.suffix,
     )
     meta = &m.pool.rows[block]

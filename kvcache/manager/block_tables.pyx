@@ -25,6 +25,8 @@ from kvcache.manager.manager_state cimport (
     RUNNING,
     SLIDING_WINDOW,
     GroupRow,
+    Content,
+    Progress,
     Request,
     cdiv,
     lazily,
@@ -195,12 +197,13 @@ cdef class BlockTables(Requests):
         """
         cdef int32_t at = self.find_row(row)
         cdef Request* request = &self.state.requests[at]
+        cdef Progress* progress = &self.state.progress[at]
         cdef Py_ssize_t count = as_int(
-            num_tokens, "num_tokens", 0, request.num_computed
+            num_tokens, "num_tokens", 0, progress.num_computed
         )
         self.check_window(at, count)
-        request.num_computed = count
-        request.num_in_flight = min(request.num_in_flight, count)
+        progress.num_computed = <int32_t> count
+        request.num_in_flight = min(request.num_in_flight, <int32_t> count)
 
     def truncate(self, row, num_tokens):
         """Take back a request's last tokens, for instance drafts that were rejected.
@@ -215,7 +218,10 @@ cdef class BlockTables(Requests):
         """
         cdef int32_t at = self.find_row(row)
         cdef Request* request = &self.state.requests[at]
-        cdef Py_ssize_t keep = as_int(num_tokens, "num_tokens", 1, request.num_tokens)
+        cdef Progress* progress = &self.state.progress[at]
+        cdef int32_t keep = <int32_t> as_int(
+            num_tokens, "num_tokens", 1, self.state.content[at].num_tokens
+        )
         cdef Py_ssize_t g
         for g in range(self.state.num_groups):
             if keep < (
@@ -230,26 +236,28 @@ cdef class BlockTables(Requests):
         self.check_unshared(at, keep)
         self.cut(at, keep)
         request.num_prompt = min(request.num_prompt, keep)
-        request.num_computed = min(request.num_computed, keep)
+        progress.num_computed = min(progress.num_computed, keep)
         request.matched = False
         request.hit_length = 0
 
     def num_computed_tokens(self, row):
         """How many of them are computed, or will be by the steps under way."""
-        return self.request(row).num_computed
+        return self.state.progress[self.find_row(row)].num_computed
 
     def set_in_flight(self, row, num_tokens):
         """Say how many of the computed tokens are in steps still under way.
 
         The blocks that those steps read stay, though they are outside the window.
         """
-        cdef Request* request = self.request(row)
-        request.num_in_flight = as_int(
-            num_tokens, "num_tokens", 0, request.num_computed
+        cdef int32_t at = self.find_row(row)
+        self.state.requests[at].num_in_flight = <int32_t> as_int(
+            num_tokens, "num_tokens", 0, self.state.progress[at].num_computed
         )
 
     cdef Py_ssize_t table_bytes(self) noexcept:
-        cdef Py_ssize_t a_row = sizeof(Request) + 2 * sizeof(int32_t), total = 0, g, row
+        cdef Py_ssize_t a_row = sizeof(Request) + sizeof(Content) + sizeof(Progress)
+        a_row += 3 * sizeof(int32_t)  # `changed`, `busy` and `took`
+        cdef Py_ssize_t total = 0, g, row
         for g in range(self.state.num_groups):
             a_row += self.state.groups[g].width * sizeof(int32_t) + sizeof(GroupRow)
         for row in range(self.state.max_requests):
@@ -291,7 +299,7 @@ cdef class BlockTables(Requests):
         cdef int32_t i
         for i in range(self.state.num_changed):
             data[i] = self.state.changed[i]
-            self.state.requests[data[i]].changed = False
+            self.state.progress[data[i]].changed = False
         self.state.num_changed = 0
         return rows
 
@@ -322,7 +330,7 @@ cdef class BlockTables(Requests):
         if cnp.PyArray_DIM(counts, 0) != n:
             raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
         for i in range(n):
-            computed = self.state.requests[data[i]].num_computed
+            computed = self.state.progress[data[i]].num_computed
             if not 0 <= news[i] <= computed or computed > (
                 <int64_t> group.rows[data[i]].num_blocks * group.block_size
             ):
@@ -334,7 +342,7 @@ cdef class BlockTables(Requests):
         cdef cnp.ndarray mapping = cnp.PyArray_SimpleNew(1, &total, cnp.NPY_INT64)
         slots = <int64_t*> cnp.PyArray_DATA(mapping)
         for i in range(n):
-            computed = self.state.requests[data[i]].num_computed
+            computed = self.state.progress[data[i]].num_computed
             ids = table_row(group, data[i])
             for token in range(computed - news[i], computed):
                 slots[at] = (
@@ -353,13 +361,13 @@ cdef class BlockTables(Requests):
         cdef int64_t slots = 0, held
         cdef Group* group
         for row in range(self.state.max_requests):
-            if self.state.requests[row].status == RUNNING:
+            if self.state.progress[row].status == RUNNING:
                 for g in range(self.state.num_groups):
                     group = &self.state.groups[g]
                     held = (
                         <int64_t> group.rows[row].num_blocks * group.block_size
                     )
-                    held = min(held, self.state.requests[row].num_computed)
+                    held = min(held, <int64_t> self.state.progress[row].num_computed)
                     held -= <int64_t> group.rows[row].num_nulls * group.block_size
                     slots += max(held, <int64_t> 0)
         return (

@@ -1,9 +1,9 @@
 # Who owns which blocks, request by request; the C form is in slots.pxd.
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t
 
 from kvcache.block_pool cimport BlockPool
 from kvcache.manager.block_tables cimport BlockTables
-from kvcache.manager.manager_state cimport Request, Slots
+from kvcache.manager.manager_state cimport Slots
 
 
 cdef class KVCacheManager(BlockTables):
@@ -14,14 +14,9 @@ cdef class KVCacheManager(BlockTables):
     cdef object __weakref__
 
     cdef int check_slots(self, int32_t row, const Slots* slots) except -1
-    cdef uint32_t next_step(self) noexcept
-    cdef void take_back(
-        self, const int32_t* rows, const int32_t* news, const int32_t* busy,
-        Py_ssize_t num_busy, Py_ssize_t start, Py_ssize_t stop,
-    ) noexcept
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
     ) except -1
     cdef int free_row(self, int32_t row) except -1
     cdef void preempt_row(self, int32_t row) noexcept
-    cdef int record(self, Request* request, int64_t num_hits) except -1
+    cdef int record(self, int32_t row, int64_t num_hits) except -1

@@ -20,22 +20,24 @@ import numpy as np
 
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
-from kvcache.manager.block_caching cimport cache_blocks, prefetch_events, to_be_cached
+from kvcache.manager.block_caching cimport to_be_cached
 from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     MAMBA,
-    MAX_SPECS,
     PREEMPTED,
     RUNNING,
     UNUSED,
     Group,
     GroupRow,
     ManagerState,
+    Progress,
+    Request,
     note_change,
     table_row,
 )
 from kvcache.manager.prefix_match cimport hits_hold, match_request
-from kvcache.manager.slots cimport SERVED, advance, give_back, serve
+from kvcache.manager.slots cimport HAS_ROOM, NO_ROOM, Served, give_back, serve, settle
+from kvcache.manager.step cimport next_step, serve_step, step_ids
 
 from kvcache import hashing
 from kvcache.errors import BlockStateError
@@ -179,9 +181,10 @@ cdef class KVCacheManager(BlockTables):
 
     cdef int check_slots(self, int32_t row, const Slots* slots) except -1:
         """Prove that a request may ask for this."""
+        cdef Progress* progress = &self.state.progress[row]
         cdef Request* request = &self.state.requests[row]
         cdef int64_t hits = request.hit_length if request.matched else 0
-        cdef int64_t total = request.num_computed + hits + slots.num_external
+        cdef int64_t total = progress.num_computed + hits + slots.num_external
         if slots.num_new == 0 and slots.num_external == 0 and hits == 0:
             raise ValueError(f"request {row} asks for no token and brings none")
         if total + slots.num_new > self.state.max_model_len:
@@ -189,7 +192,7 @@ cdef class KVCacheManager(BlockTables):
                 f"request {row} would have {total + slots.num_new} tokens, the limit is"
                 f" {self.state.max_model_len}"
             )
-        if slots.num_external and request.status == RUNNING:
+        if slots.num_external and progress.status == RUNNING:
             raise BlockStateError(f"request {row} runs: its tokens come from no cache")
         return 0
 
@@ -214,16 +217,17 @@ cdef class KVCacheManager(BlockTables):
         """
         cdef int32_t at = self.find_row(row)
         cdef Request* request = &self.state.requests[at]
-        cdef int64_t limit = request.num_tokens - 1
+        cdef int32_t num_tokens = self.state.content[at].num_tokens
+        cdef int64_t limit = num_tokens - 1
         if max_length is not None:
             limit = min(
-                as_int(max_length, "max_length", 0, MAX_BLOCKS), request.num_tokens
+                as_int(max_length, "max_length", 0, MAX_BLOCKS), <int64_t> num_tokens
             )
-        if request.status == RUNNING:
+        if self.state.progress[at].status == RUNNING:
             raise BlockStateError(f"request {row} is running")
         request.hit_length = 0
         if self.state.enable_caching and not request.skip_lookup:
-            request.hit_length = match_request(&self.state, at, limit)
+            request.hit_length = <int32_t> match_request(&self.state, at, limit)
             request.matched = True
         return request.hit_length
 
@@ -271,13 +275,13 @@ cdef class KVCacheManager(BlockTables):
         """
         cdef int32_t at = self.find_row(row), g
         cdef Request* request = &self.state.requests[at]
-        cdef int32_t[MAX_SPECS] had
+        cdef Served served
         cdef GroupRow* held
         cdef cnp.ndarray ids
         cdef list made
         cdef Slots slots
         cdef int32_t num_new = 0
-        cdef bint first = request.status != RUNNING
+        cdef bint first = self.state.progress[at].status != RUNNING
         cdef int64_t hits = request.hit_length if request.matched else 0
         slots.num_new = as_int(num_new_tokens, "num_new_tokens", 0, MAX_BLOCKS)
         slots.num_lookahead = as_int(
@@ -300,17 +304,16 @@ cdef class KVCacheManager(BlockTables):
             raise BlockStateError(
                 f"the prefix found for request {row} is not cached now: match again"
             )
-        for g in range(self.state.num_groups):
-            had[g] = self.state.groups[g].rows[at].num_blocks
-        self.busy = self.state.loud != NULL
+        self.state.serving = self.state.loud != NULL
         try:
-            if serve(&self.state, at, &slots) != SERVED:
-                return None
+            served = serve(&self.state, at, &slots)
         finally:
-            self.busy = False
+            self.state.serving = False
+        if served == NO_ROOM:
+            return None
         if first:
-            self.record(request, hits)
-        elif has_as_many(&self.state, at, had):
+            self.record(at, hits)
+        if served == HAS_ROOM:
             return self.no_blocks
         made = []
         for g in range(self.state.num_groups):
@@ -326,10 +329,13 @@ cdef class KVCacheManager(BlockTables):
             made.append(ids)
         return tuple(made)
 
-    cdef int record(self, Request* request, int64_t num_hits) except -1:
+    cdef int record(self, int32_t row, int64_t num_hits) except -1:
+        cdef Request* request = &self.state.requests[row]
         if self.state.enable_caching and not request.skip_lookup:
             self.prefix_cache_stats.record(
-                request.num_tokens, num_hits, request.num_preemptions > 0
+                self.state.content[row].num_tokens,
+                num_hits,
+                request.num_preemptions > 0,
             )
         return 0
 
@@ -358,121 +364,49 @@ cdef class KVCacheManager(BlockTables):
             array, counts = array.copy(), counts.copy()
         cdef const int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef const int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, k, num_busy = 0, done = 0
-        cdef uint32_t num_rows = <uint32_t> self.state.max_requests, row
-        cdef uint32_t step = self.next_step()
-        cdef int64_t longest = self.state.max_model_len, lookahead
-        cdef Request* requests = self.state.requests
-        cdef Request* request
-        cdef int32_t* busy = self.state.busy
-        cdef bint outside, idle, bad = False
+        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), served, count
+        cdef int64_t lookahead
         cdef cnp.ndarray ids, indptr
-        cdef StepResult result
+        cdef int32_t* starts
         if cnp.PyArray_DIM(counts, 0) != n:
             raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
         lookahead = as_int(num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS)
-        if n > num_rows:
+        indptr = new_ids(n * self.state.num_groups + 1)
+        starts = <int32_t*> cnp.PyArray_DATA(indptr)
+        self.check_not_serving()
+        served = serve_step(&self.state, data, news, n, lookahead, starts)
+        if served < 0:
             self.refuse_step(data, news, n)
-        for i in range(n):
-            row = <uint32_t> data[i]
-            outside = row >= num_rows
-            request = &requests[0 if outside else row]
-            # Without a branch on what differs from request to request.
-            bad |= outside | (request.step == step) | (news[i] < 1)
-            request.step = step
-            busy[num_busy] = <int32_t> i
-            # The others run and have their slots, as `idle_until` says: that is all.
-            idle = request.num_computed + news[i] + lookahead <= request.idle_until
-            request.num_computed += news[i] if idle else 0
-            num_busy += not idle
-        for k in range(num_busy):
-            request = &requests[<uint32_t> data[busy[k]] % num_rows]
-            bad |= (
-                (request.status != RUNNING)
-                | (request.num_computed + news[busy[k]] > longest)
-            )
-        if bad:
-            self.take_back(data, news, busy, num_busy, 0, n)
-            self.refuse_step(data, news, n)
-        result.num_groups, result.num_ids = self.state.num_groups, 0
-        indptr = new_ids(n * result.num_groups + 1)
-        result.starts = <int32_t*> cnp.PyArray_DATA(indptr)
-        result.starts[0] = 0
-        prefetch_events(&self.state, data, busy, num_busy)
-        self.busy = True
-        try:
-            for k in range(num_busy):
-                i = busy[k]
-                fill_starts(&result, done, i)
-                done = i
-                if advance(&self.state, data[i], news[i], lookahead) != SERVED:
-                    n = i
-                    break
-                done = i + 1
-                count_taken(&self.state, data[i], i, &result)
-            fill_starts(&result, done, n)
-            done = n
-        finally:
-            self.busy = False
-            if done < cnp.PyArray_DIM(array, 0):
-                self.take_back(
-                    data, news, busy, num_busy, done, cnp.PyArray_DIM(array, 0)
-                )
-        ids = new_ids(result.num_ids)
-        copy_taken(
-            &self.state, data, busy, num_busy, n, <int32_t*> cnp.PyArray_DATA(ids)
-        )
-        if n < cnp.PyArray_DIM(array, 0):
-            indptr = indptr[: n * result.num_groups + 1]
-        return n, ids, indptr
-
-    cdef uint32_t next_step(self) noexcept:
-        """A number that no request was listed under; never 0."""
-        cdef int32_t row
-        self.state.step += 1
-        if self.state.step == 0:  # after 2**32 of them
-            for row in range(self.state.max_requests):
-                self.state.requests[row].step = 0
-            self.state.step = 1
-        return self.state.step
-
-    cdef void take_back(
-        self, const int32_t* rows, const int32_t* news, const int32_t* busy,
-        Py_ssize_t num_busy, Py_ssize_t start, Py_ssize_t stop,
-    ) noexcept:
-        """Idle requests from `start` on are not served after all."""
-        cdef uint32_t row
-        cdef Py_ssize_t i, k = 0
-        for i in range(stop):
-            if k < num_busy and busy[k] == i:
-                k += 1
-            elif i >= start:
-                row = <uint32_t> rows[i]
-                if row >= <uint32_t> self.state.max_requests:
-                    row = 0
-                self.state.requests[row].num_computed -= news[i]
+        count = served * self.state.num_groups
+        ids = new_ids(starts[count])
+        step_ids(&self.state, data, <int32_t*> cnp.PyArray_DATA(ids))
+        if served < n:
+            indptr = indptr[: count + 1]
+        return served, ids, indptr
 
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
     ) except -1:
         """Say which request a step cannot have, and why."""
-        cdef uint32_t step = self.next_step()
-        cdef Request* request
+        cdef uint32_t step = next_step(&self.state)
+        cdef Progress* progress
         cdef Py_ssize_t i
         for i in range(n):
-            request = self.request(rows[i])
-            if request.status != RUNNING:
+            self.check_row(rows[i])
+            progress = &self.state.progress[rows[i]]
+            if progress.status != RUNNING:
                 raise BlockStateError(f"request {rows[i]} is not running")
-            if request.step == step:
+            if progress.step == step:
                 raise ValueError(f"request {rows[i]} is listed more than once")
             if news[i] < 1:
                 raise ValueError(f"request {rows[i]} asks for {news[i]} new tokens")
-            if request.num_computed + news[i] > self.state.max_model_len:
+            total = <int64_t> progress.num_computed + news[i]
+            if total > self.state.max_model_len:
                 raise ValueError(
-                    f"request {rows[i]} would have {request.num_computed + news[i]}"
-                    f" tokens, the limit is {self.state.max_model_len}"
+                    f"request {rows[i]} would have {total} tokens, the limit is"
+                    f" {self.state.max_model_len}"
                 )
-            request.step = step
+            progress.step = step
         return 0
 
     def cache_blocks(self, row, num_computed_tokens):
@@ -483,13 +417,13 @@ cdef class KVCacheManager(BlockTables):
             num_computed_tokens: Tokens at its start whose KV values are there.
         """
         cdef int32_t at = self.find_row(row)
-        cdef Request* request = &self.state.requests[at]
+        cdef Progress* progress = &self.state.progress[at]
         cdef Py_ssize_t tokens = as_int(
             num_computed_tokens, "num_computed_tokens", 0,
-            min(request.num_computed, request.num_tokens),
+            min(progress.num_computed, self.state.content[at].num_tokens),
         )
         cdef Py_ssize_t g
-        if request.status != RUNNING:
+        if progress.status != RUNNING:
             raise BlockStateError(f"request {row} is not running")
         for g in range(self.state.num_groups):
             if self.state.groups[g].kind != CROSS_ATTENTION and tokens > (
@@ -497,8 +431,7 @@ cdef class KVCacheManager(BlockTables):
                 * self.state.groups[g].block_size
             ):
                 raise ValueError(f"request {row} has no blocks for {tokens} tokens")
-        cache_blocks(&self.state, at, tokens)
-        request.idle_until = 0
+        progress.idle_until = settle(&self.state, at, tokens)
 
     # -- finish ------------------------------------------------------------------
 
@@ -517,17 +450,17 @@ cdef class KVCacheManager(BlockTables):
             BlockStateError: It is not running.
         """
         cdef int32_t at = self.find_row(row)
-        cdef Request* request = &self.state.requests[at]
-        if request.status != RUNNING:
+        if self.state.progress[at].status != RUNNING:
             raise BlockStateError(f"request {row} is not running")
         self.preempt_row(at)
 
     cdef void preempt_row(self, int32_t row) noexcept:
         cdef Request* request = &self.state.requests[row]
         give_back(&self.state, row)
-        request.num_computed = request.num_in_flight = 0
+        request.num_in_flight = 0
         request.num_preemptions += 1
-        request.status = PREEMPTED
+        self.state.progress[row].num_computed = 0
+        self.state.progress[row].status = PREEMPTED
 
     def pop_block_ids(self, row):
         """A request is done, but its blocks are still read: they stay in use.
@@ -573,18 +506,20 @@ cdef class KVCacheManager(BlockTables):
         cdef int32_t at = self.find_row(row), child
         cdef Request* source = &self.state.requests[at]
         cdef Request* target
+        cdef Progress* running
         cdef Group* group
         cdef GroupRow* held
         cdef GroupRow* theirs
         cdef Py_ssize_t g, full, i, n = 0
         cdef int32_t* ids
         cdef int32_t* into
-        if source.status != RUNNING:
+        if self.state.progress[at].status != RUNNING:
             raise BlockStateError(f"request {row} is not running")
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
             ids = table_row(group, at)
-            for i in range(shared_blocks(group, source, at), group.rows[at].num_blocks):
+            full = shared_blocks(&self.state, group, at)
+            for i in range(full, group.rows[at].num_blocks):
                 n += ids[i] != NULL_BLOCK
         if n > self.state.pool.queue.num_free:
             return None
@@ -598,23 +533,25 @@ cdef class KVCacheManager(BlockTables):
         }
         if old.hasher is None:
             child = self.add_request(
-                hashes=old.block_hashes, num_tokens=source.num_tokens, **extra
+                hashes=old.block_hashes, num_tokens=self.state.content[at].num_tokens,
+                **extra,
             )
         else:
             child = self.add_request(old.hasher.token_ids, **extra)
         target = &self.state.requests[child]
         target.num_prompt = source.num_prompt
-        target.num_computed = source.num_computed
+        running = &self.state.progress[child]
+        running.num_computed = self.state.progress[at].num_computed
+        running.status = RUNNING
         target.num_in_flight = source.num_in_flight
         target.skip_lookup = source.skip_lookup
-        target.status = RUNNING
         fresh = iter(self.block_pool.get_new_block_ids(n).tolist())
         copies = []
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
             held, theirs = &group.rows[child], &group.rows[at]
             ids, into = table_row(group, at), table_row(group, child)
-            full = shared_blocks(group, source, at)
+            full = shared_blocks(&self.state, group, at)
             held[0] = theirs[0]
             memcpy(into, ids, full * sizeof(int32_t))
             self.block_pool.touch_block_ids(self.row_view(g, child)[:full])
@@ -634,7 +571,7 @@ cdef class KVCacheManager(BlockTables):
         cdef int32_t row
         self.block_pool.evict_blocks(block_ids)
         for row in range(self.state.max_requests):
-            self.state.requests[row].idle_until = 0
+            self.state.progress[row].idle_until = 0
 
     def reset_prefix_cache(self):
         """Forget all cached content; whether it was done: not while blocks are used."""
@@ -685,7 +622,7 @@ cdef class KVCacheManager(BlockTables):
         used = {}
         self.block_pool.check()
         for row in range(self.state.max_requests):
-            status = self.state.requests[row].status
+            status = self.state.progress[row].status
             if (status == UNUSED) != (row in self.vacant):
                 raise AssertionError(f"row {row} is wrongly vacant or not")
             for g in range(self.state.num_groups):
@@ -704,58 +641,6 @@ cdef class KVCacheManager(BlockTables):
         for block, count in used.items():
             if self.block_pool.state.rows[<Py_ssize_t> block].ref_cnt < count:
                 raise AssertionError(f"block {block} is held {count} times")
-
-
-# What `allocate_step` gives back, as it is put together.
-cdef struct StepResult:
-    int32_t* starts         # of the ids of each request and group
-    int32_t num_groups
-    Py_ssize_t num_ids
-
-
-cdef inline void fill_starts(
-    StepResult* result, Py_ssize_t start, Py_ssize_t stop
-) noexcept:
-    """Requests that have taken nothing."""
-    cdef Py_ssize_t i
-    for i in range(start * result.num_groups + 1, stop * result.num_groups + 1):
-        result.starts[i] = <int32_t> result.num_ids
-
-
-cdef inline void count_taken(
-    const ManagerState* m, int32_t row, Py_ssize_t i, StepResult* result
-) noexcept:
-    """Count the blocks that request i of the step's has just taken."""
-    cdef GroupRow* held
-    cdef int32_t g
-    for g in range(m.num_groups):
-        held = &m.groups[g].rows[row]
-        result.num_ids += held.num_blocks - held.first_new
-        result.starts[i * m.num_groups + g + 1] = <int32_t> result.num_ids
-
-
-cdef inline void copy_taken(
-    const ManagerState* m,
-    const int32_t* rows,
-    const int32_t* places,
-    Py_ssize_t num_places,
-    Py_ssize_t stop,
-    int32_t* ids,
-) noexcept:
-    """Write the ids of all blocks that requests before `stop` have taken."""
-    cdef GroupRow* held
-    cdef int32_t* cells
-    cdef int32_t g, i
-    cdef Py_ssize_t k
-    for k in range(num_places):
-        if places[k] >= stop:
-            break
-        for g in range(m.num_groups):
-            held = &m.groups[g].rows[rows[places[k]]]
-            cells = table_row(&m.groups[g], rows[places[k]])
-            for i in range(held.first_new, held.num_blocks):
-                ids[0] = cells[i]
-                ids += 1
 
 
 cdef int cache_full(
@@ -792,26 +677,15 @@ cdef int cache_partial(
     return 0
 
 
-cdef bint has_as_many(
-    const ManagerState* m, int32_t row, const int32_t* had
-) noexcept:
-    """Whether a request got no block in any group."""
-    cdef int32_t g
-    for g in range(m.num_groups):
-        if m.groups[g].rows[row].num_blocks != had[g]:
-            return False
-    return True
-
-
 cdef Py_ssize_t shared_blocks(
-    const Group* group, const Request* request, int32_t row
+    const ManagerState* m, const Group* group, int32_t row
 ) noexcept:
     """Blocks at a request's start that its next tokens do not change."""
     # Drafts behind the known tokens may be rejected, and others come in their place.
-    cdef int64_t full = min(request.num_computed, request.num_tokens)
+    cdef int32_t full = min(m.progress[row].num_computed, m.content[row].num_tokens)
     full //= group.block_size
     if group.kind == MAMBA:
         return 0
     if group.kind == CROSS_ATTENTION:
         return group.rows[row].num_blocks
-    return min(full, <int64_t> group.rows[row].num_blocks)
+    return min(full, group.rows[row].num_blocks)

@@ -1,7 +1,7 @@
 # What a manager keeps in C: a row a request, and a block table a group.
 from cpython.mem cimport PyMem_RawCalloc
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache._types cimport block_id_t
 from kvcache.pool_state cimport PoolState
@@ -30,7 +30,7 @@ cdef struct GroupRow:
     int32_t num_cached      # at the start, cached or skipped; NOT_TRACKED until known
     int32_t num_hits        # found by `match`; not held, in the row while it is empty
     int32_t num_nulls       # at the start, whether or not there are more behind
-    int32_t first_new       # where those stand that the last slow `serve` took
+    int32_t first_new       # where those begin that were taken last
 
 cdef struct Group:
     GroupKind kind
@@ -47,22 +47,28 @@ cdef struct Group:
     int32_t* table          # max_requests rows
     GroupRow* rows          # max_requests of them
 
-cdef struct Request:        # what every step reads comes first
-    int64_t num_computed    # KV values exist, or will when the steps under way are done
-    int64_t idle_until      # up to so many slots in all nothing is to be done
-    int32_t status          # RequestStatus
+# All that a step reads of a request that needs nothing: four to a cache line.
+cdef struct Progress:
+    int32_t num_computed    # KV values exist, or will when the steps under way are done
+    int32_t idle_until      # up to so many slots in all nothing is to be done
     uint32_t step           # the last one that it was listed in
-    int64_t num_tokens      # known
-    int64_t num_prompt      # of them in the prompt
-    int64_t num_in_flight   # of the computed ones in steps under way
-    int64_t hit_length      # tokens that `match` found
+    int16_t status          # RequestStatus
+    int16_t changed         # listed in `changed`
+
+# What else is read to cache a block that is full: four to a line again.
+cdef struct Content:
     uint8_t* digests        # num_hashes of them, one behind the other
     int32_t num_hashes
-    int32_t hash_capacity
+    int32_t num_tokens      # known
+
+cdef struct Request:
+    int32_t num_prompt      # of the tokens in the prompt
+    int32_t num_in_flight   # of the computed ones in steps under way
+    int32_t hit_length      # tokens that `match` found
+    int32_t hash_capacity   # digests that there is room for
     int32_t num_preemptions
     bint matched            # hits stand in the table rows
     bint skip_lookup        # its prompt must be computed whatever is cached
-    bint changed            # listed in `changed`
 
 # Cache blocks so that events tell of it; called with the GIL.
 ctypedef int (*cache_full_t)(
@@ -81,7 +87,9 @@ cdef struct ManagerState:
     Group* groups
     int32_t num_groups
     int32_t num_specs
-    Request* requests       # max_requests of them
+    Progress* progress      # max_requests of them, and one that is nobody's
+    Content* content        # max_requests of them
+    Request* requests       # likewise
     int32_t max_requests
     int64_t max_model_len
     int32_t hash_block_size
@@ -93,7 +101,11 @@ cdef struct ManagerState:
     bint drops_blocks       # a group gives blocks back that the next token skips
     uint32_t step           # steps so far
     int32_t* scratch        # room for the widest table row
-    int32_t* busy           # room for the places in a step of those that need something
+    int32_t* busy           # places in the last step of those that needed something
+    int32_t num_busy
+    int32_t* took           # and of those that took blocks
+    int32_t num_took
+    bint serving            # blocks are being taken, and hooks may run
     int32_t* changed        # rows whose tables changed; num_changed of them
     int32_t num_changed
 
@@ -130,6 +142,15 @@ cdef inline int64_t num_skipped(const Group* group, int64_t computed) noexcept n
     return computed if computed > 0 else 0
 
 
+cdef inline const uint8_t* digest_of(
+    const ManagerState* m, const Group* group, int32_t row, int64_t i
+) noexcept nogil:
+    """The hash of the prefix that ends with a group's block i."""
+    return m.content[row].digests + (
+        (i + 1) * group.hash_scale - 1
+    ) * m.digest_length
+
+
 cdef inline int64_t fills_at(
     const ManagerState* m, const Group* group, int32_t row
 ) noexcept nogil:
@@ -137,14 +158,14 @@ cdef inline int64_t fills_at(
     cdef int64_t at = (
         <int64_t> max(group.rows[row].num_cached, 0) + 1
     ) * group.block_size
-    if at <= <int64_t> m.requests[row].num_hashes * m.hash_block_size:
+    if at <= <int64_t> m.content[row].num_hashes * m.hash_block_size:
         return at
     return <int64_t> 1 << 62
 
 
 cdef inline void note_change(ManagerState* m, int32_t row) noexcept nogil:
-    if not m.requests[row].changed:
-        m.requests[row].changed = True
+    if not m.progress[row].changed:
+        m.progress[row].changed = True
         m.changed[m.num_changed] = row
         m.num_changed += 1
 

@@ -25,17 +25,10 @@ from kvcache.manager.manager_state cimport (
     MAX_SPECS,
     SLIDING_WINDOW,
     Group,
-    Request,
     cdiv,
+    digest_of,
     table_row,
 )
-
-
-cdef inline const uint8_t* digest_of(
-    const ManagerState* m, const Request* request, const Group* group, int64_t i
-) noexcept nogil:
-    """The hash of the prefix that ends with a group's block i."""
-    return request.digests + ((i + 1) * group.hash_scale - 1) * m.digest_length
 
 
 cdef bint find_block(
@@ -51,7 +44,7 @@ cdef bint find_block(
         if group.spec != spec:
             continue
         make_key(
-            &key, digest_of(m, &m.requests[row], group, i), m.digest_length,
+            &key, digest_of(m, group, row, i), m.digest_length,
             group.suffix,
         )
         entry = index_find(m.pool.index, &key)
@@ -71,7 +64,7 @@ cdef int64_t find_run(
     while done < limit:
         wanted = min(limit - done, <int64_t> MATCH_CHUNK)
         for i in range(wanted):
-            places[i] = digest_of(m, &m.requests[row], group, done + i)
+            places[i] = digest_of(m, group, row, done + i)
         hits = index_match(
             m.pool.index, ids[done - 1] if done else NULL_BLOCK, places,
             m.digest_length, group.suffix, wanted, ids + done,
@@ -170,7 +163,7 @@ cdef int64_t match_spec(
 ) noexcept nogil:
     cdef int64_t limit = min(
         max_length // first.block_size,
-        <int64_t> (m.requests[row].num_hashes // first.hash_scale),
+        <int64_t> (m.content[row].num_hashes // first.hash_scale),
     )
     if first.kind == SLIDING_WINDOW:
         return match_window(m, first, row, first.spec, limit, drop)
@@ -213,7 +206,7 @@ cdef int64_t match_request(
                 # One block more is matched, and dropped.
                 limit = min(
                     current + first.block_size,
-                    <int64_t> m.requests[row].num_hashes * m.hash_block_size,
+                    <int64_t> m.content[row].num_hashes * m.hash_block_size,
                 )
             found = match_spec(m, first, row, limit, drop)
             if drop:
@@ -247,7 +240,7 @@ cdef bint hits_hold(ManagerState* m, int32_t row) noexcept nogil:
             if ids[i] == NULL_BLOCK:
                 continue
             make_key(
-                &key, digest_of(m, &m.requests[row], group, i), m.digest_length,
+                &key, digest_of(m, group, row, i), m.digest_length,
                 group.suffix,
             )
             if not row_has_key(&m.pool.rows[ids[i]], &key) and not index_contains(

@@ -19,7 +19,10 @@ from kvcache.manager.block_caching cimport tail_is_cached
 from kvcache.manager.manager_state cimport (
     UNUSED,
     WAITING,
+    Content,
     Group,
+    Progress,
+    Request,
     fills_at,
     lazily,
 )
@@ -41,29 +44,41 @@ cdef class Requests:
 
     def __dealloc__(self):
         cdef int32_t i
-        if self.state.requests != NULL:
+        if self.state.content != NULL:
             for i in range(self.state.max_requests):
-                PyMem_RawFree(self.state.requests[i].digests)
+                PyMem_RawFree(self.state.content[i].digests)
         PyMem_RawFree(self.state.requests)
+        PyMem_RawFree(self.state.content)
+        PyMem_RawFree(self.state.progress)
         PyMem_RawFree(self.state.changed)
         PyMem_RawFree(self.state.busy)
+        PyMem_RawFree(self.state.took)
 
     cdef int make_rows(self, Py_ssize_t count) except -1:
         """Memory for so many requests."""
         self.state.requests = <Request*> lazily(count, sizeof(Request), "requests")
+        self.state.content = <Content*> lazily(count, sizeof(Content), "requests")
+        self.state.progress = <Progress*> lazily(
+            count + 1, sizeof(Progress), "requests"
+        )
         self.state.changed = <int32_t*> lazily(count, sizeof(int32_t), "requests")
         self.state.busy = <int32_t*> lazily(count + 1, sizeof(int32_t), "requests")
+        self.state.took = <int32_t*> lazily(count, sizeof(int32_t), "requests")
         self.state.max_requests = <int32_t> count
         self.contents, self.hashers = [None] * count, [None] * count
         self.vacant = list(range(count - 1, -1, -1))
         return 0
 
-    cdef int check_row(self, Py_ssize_t row) except -1:
-        if self.busy:  # half of a request may be served
+    cdef int check_not_serving(self) except -1:
+        if self.state.serving:  # half of a request may be served
             raise BlockStateError("a hook cannot call its manager")
+        return 0
+
+    cdef int check_row(self, Py_ssize_t row) except -1:
+        self.check_not_serving()
         if (
             not 0 <= row < self.state.max_requests
-            or self.state.requests[row].status == UNUSED
+            or self.state.progress[row].status == UNUSED
         ):
             raise ValueError(f"row {row} is no request's")
         return 0
@@ -72,9 +87,6 @@ cdef class Requests:
         cdef Py_ssize_t i = as_int(row, "row", -(2**31), 2**31 - 1)
         self.check_row(i)
         return <int32_t> i
-
-    cdef Request* request(self, object row) except NULL:
-        return &self.state.requests[self.find_row(row)]
 
     cdef cnp.ndarray as_rows(self, object rows):
         """Rows of requests as int32, checked."""
@@ -152,26 +164,26 @@ cdef class Requests:
         self, int32_t row, const uint8_t* digests, Py_ssize_t count
     ) except -1:
         """`count` more block hashes, one behind the other."""
-        cdef Request* request = &self.state.requests[row]
+        cdef Content* content = &self.state.content[row]
         cdef Py_ssize_t length = self.state.digest_length
         self.reserve_digests(row, count)
-        memcpy(request.digests + request.num_hashes * length, digests, count * length)
-        request.num_hashes += <int32_t> count
+        memcpy(content.digests + content.num_hashes * length, digests, count * length)
+        content.num_hashes += <int32_t> count
         self.wake(row)
         return 0
 
     cdef void wake(self, int32_t row) noexcept:
         """There are more hashes: blocks may be cached that could not be."""
-        cdef Request* request = &self.state.requests[row]
+        cdef Progress* progress = &self.state.progress[row]
         cdef Group* group
         cdef int32_t g
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
-            request.idle_until = min(
-                request.idle_until, fills_at(&self.state, group, row) - 1
+            progress.idle_until = <int32_t> min(
+                <int64_t> progress.idle_until, fills_at(&self.state, group, row) - 1
             )
             if not tail_is_cached(&self.state, group, row):
-                request.idle_until = 0
+                progress.idle_until = 0
 
     cdef int32_t next_row(self, int64_t num_tokens) except -1:
         """The row that a request of so many tokens would have, vacant as yet."""
@@ -180,18 +192,19 @@ cdef class Requests:
                 f"there are {self.state.max_requests} requests already"
             )
         cdef int32_t row = self.vacant[len(self.vacant) - 1]
-        self.state.requests[row].num_tokens = num_tokens
-        self.state.requests[row].num_hashes = 0
+        self.state.content[row].num_tokens = <int32_t> num_tokens
+        self.state.content[row].num_hashes = 0
         return row
 
     cdef int32_t open_row(self, int32_t row, object content) except -1:
         """The next row is a request's from now on."""
         cdef Request* request = &self.state.requests[row]
-        request.num_prompt = request.num_tokens
-        request.num_computed = request.num_in_flight = request.hit_length = 0
-        request.idle_until = request.num_preemptions = 0
+        cdef Progress* progress = &self.state.progress[row]
+        request.num_prompt = self.state.content[row].num_tokens
+        request.num_in_flight = request.hit_length = request.num_preemptions = 0
         request.matched = False
-        request.status = WAITING
+        progress.num_computed = progress.idle_until = 0
+        progress.status = WAITING
         self.contents[row] = content
         self.hashers[row] = None if content is None else content.hasher
         self.vacant.pop()
@@ -199,33 +212,34 @@ cdef class Requests:
 
     cdef int reserve_digests(self, int32_t row, Py_ssize_t count) except -1:
         """Room for `count` more block hashes."""
+        cdef Content* content = &self.state.content[row]
         cdef Request* request = &self.state.requests[row]
         cdef Py_ssize_t capacity
         cdef uint8_t* bigger
-        if request.num_hashes + count > request.hash_capacity:
+        if content.num_hashes + count > request.hash_capacity:
             # A prompt is there as a whole; what comes behind it comes bit by bit.
-            capacity = request.num_hashes + count
-            if request.num_hashes:
+            capacity = content.num_hashes + count
+            if content.num_hashes:
                 capacity = 2 * capacity + 8
             bigger = <uint8_t*> PyMem_RawRealloc(
-                request.digests, capacity * MAX_DIGEST_BYTES
+                content.digests, capacity * MAX_DIGEST_BYTES
             )
             if bigger == NULL:
                 raise MemoryError(f"cannot keep {capacity} block hashes")
-            request.digests = bigger
+            content.digests = bigger
             request.hash_capacity = <int32_t> capacity
         return 0
 
     cdef int add_hashes(self, int32_t row, object hashes) except -1:
         """Append block hashes to a request's; `num_tokens` says how many fit."""
-        cdef Request* request = &self.state.requests[row]
-        cdef Py_ssize_t have = request.num_hashes, count = len(hashes), length
+        cdef Content* content = &self.state.content[row]
+        cdef Py_ssize_t have = content.num_hashes, count = len(hashes), length
         if count == 0:
             return 0
-        if have + count > request.num_tokens // self.state.hash_block_size:
+        if have + count > content.num_tokens // self.state.hash_block_size:
             raise ValueError(
                 f"{have + count} block hashes of {self.state.hash_block_size} tokens"
-                f" each for a request of {request.num_tokens}"
+                f" each for a request of {content.num_tokens}"
             )
         length = self.state.digest_length
         for digest in hashes:
@@ -241,14 +255,14 @@ cdef class Requests:
         self.reserve_digests(row, count)
         self.state.digest_length = <int32_t> length
         for digest in hashes:
-            memcpy(request.digests + have * length, <char*> <bytes> digest, length)
+            memcpy(content.digests + have * length, <char*> <bytes> digest, length)
             have += 1
-        request.num_hashes = <int32_t> have
+        content.num_hashes = <int32_t> have
         self.wake(row)
         return 0
 
     cdef int forget(self, int32_t row) except -1:
-        self.state.requests[row].status = UNUSED
+        self.state.progress[row].status = UNUSED
         self.contents[row] = self.hashers[row] = None
         self.vacant.append(row)
         return 0
@@ -267,13 +281,13 @@ cdef class Requests:
                 request has the other kind of content. Nothing was added.
         """
         cdef int32_t at = self.find_row(row)
-        cdef Request* request = &self.state.requests[at]
+        cdef Content* content = &self.state.content[at]
         cdef Py_ssize_t count
-        content = self.contents[at]
-        if (tokens is None) != (content.hasher is None):
+        made = self.contents[at]
+        if (tokens is None) != (made.hasher is None):
             raise TypeError(
                 f"request {row} was made with"
-                f" {'hashes' if content.hasher is None else 'tokens'}"
+                f" {'hashes' if made.hasher is None else 'tokens'}"
             )
         if tokens is None:
             count = as_int(num_tokens, "num_tokens", 0, MAX_BLOCKS)
@@ -281,34 +295,34 @@ cdef class Requests:
             if not hasattr(tokens, "__len__"):
                 tokens = as_int(tokens, "a token id", 0, INT64_MAX)
             count = 1 if isinstance(tokens, int) else len(tokens)
-        if request.num_tokens + count > self.state.max_model_len:
+        if content.num_tokens + count > self.state.max_model_len:
             raise ValueError(
-                f"request {row} would have {request.num_tokens + count} tokens, the"
+                f"request {row} would have {content.num_tokens + count} tokens, the"
                 f" limit is {self.state.max_model_len}"
             )
         if tokens is not None:
             self.grow(at, tokens, count)
             return
         fresh = list(hashes)
-        request.num_tokens += count
+        content.num_tokens += <int32_t> count
         try:
             self.add_hashes(at, fresh)
         except BaseException:
-            request.num_tokens -= count
+            content.num_tokens -= <int32_t> count
             raise
-        content.block_hashes += fresh
+        made.block_hashes += fresh
 
     cdef int grow(self, int32_t row, object tokens, Py_ssize_t count) except -1:
         """Add tokens; their hashes follow."""
         cdef object content = self.contents[row]
-        cdef int64_t before = self.state.requests[row].num_tokens
+        cdef int64_t before = self.state.content[row].num_tokens
         if self.keep_token_ids:
             fresh = content.append(tokens)
         else:
             fresh = (<BlockHasher> self.hashers[row]).append(tokens)
         if self.contents[row] is not content:
             raise BlockStateError(f"request {row} went away during the call")
-        self.state.requests[row].num_tokens = before + count
+        self.state.content[row].num_tokens = <int32_t> (before + count)
         if fresh:
             try:
                 self.add_hashes(row, fresh)
@@ -319,12 +333,12 @@ cdef class Requests:
 
     cdef int cut(self, int32_t row, int64_t num_tokens) except -1:
         """Forget all tokens but the first, and the hashes that cover others."""
-        cdef Request* request = &self.state.requests[row]
-        request.num_tokens = num_tokens
-        request.num_hashes = min(
-            request.num_hashes, <int32_t> (num_tokens // self.state.hash_block_size)
+        cdef Content* content = &self.state.content[row]
+        content.num_tokens = <int32_t> num_tokens
+        content.num_hashes = min(
+            content.num_hashes, <int32_t> (num_tokens // self.state.hash_block_size)
         )
-        self.contents[row].truncate(num_tokens, request.num_hashes)
+        self.contents[row].truncate(num_tokens, content.num_hashes)
         return 0
 
     def append_step(self, rows, tokens):
@@ -348,7 +362,7 @@ cdef class Requests:
             ids[i] = as_int(ids[i], "a token id", 0, INT64_MAX)
             if self.hashers[data[i]] is None:
                 raise TypeError(f"request {data[i]} was made with hashes")
-            if self.state.requests[data[i]].num_tokens >= self.state.max_model_len:
+            if self.state.content[data[i]].num_tokens >= self.state.max_model_len:
                 raise ValueError(
                     f"request {data[i]} has {self.state.max_model_len} tokens already"
                 )
@@ -360,12 +374,12 @@ cdef class Requests:
                 self.grow(data[i], ids[i], 1)
         except BaseException:
             for i in range(i):
-                self.cut(data[i], self.state.requests[data[i]].num_tokens - 1)
+                self.cut(data[i], self.state.content[data[i]].num_tokens - 1)
             raise
 
     def num_tokens(self, row):
         """Number of a request's tokens that are known."""
-        return self.request(row).num_tokens
+        return self.state.content[self.find_row(row)].num_tokens
 
     @property
     def num_requests(self):

@@ -4,20 +4,24 @@ from libc.stdint cimport int32_t, int64_t
 from kvcache.manager.manager_state cimport ManagerState, Slots
 
 cdef enum Served:
-    NO_ROOM = 0
-    SERVED = 1
+    NO_ROOM = 0             # all as it was, but for blocks outside the window
+    HAS_ROOM = 1            # in the blocks that the request had
+    EXTENDED = 2            # what it has taken stands from first_new on, if anything
 
 
-# Whether the request was served; its new blocks stand behind those it had. NO_ROOM
-# changes nothing but that blocks outside the window are given back.
-cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
+cdef Served serve(
+    ManagerState* m, int32_t row, const Slots* slots
+) except? NO_ROOM nogil
 # The same for a running request that asks for slots for its next tokens, no more.
-cdef int advance(
+cdef Served advance(
     ManagerState* m, int32_t row, int64_t num_new, int64_t num_lookahead
-) except -1 nogil
+) except? NO_ROOM nogil
 # The request holds nothing any more: last blocks first, group by group.
 cdef void give_back(ManagerState* m, int32_t row) noexcept nogil
 # Blocks outside the window are given back, last first; null blocks take their place.
 cdef void remove_skipped(
     ManagerState* m, int32_t row, int64_t processed
 ) noexcept nogil
+# Cache what the first so many tokens fill, of those that are known. The number of slots
+# up to which no group takes, fills or gives back a block afterwards.
+cdef int32_t settle(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil

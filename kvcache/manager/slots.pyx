@@ -9,7 +9,11 @@ Threads: one at a time on one manager; the caller sees to it.
 # The rules are those of vLLM 0.33's KVCacheManager.allocate_slots, its coordinators and
 # single-type managers; ids come out in the same order.
 from kvcache._types cimport NULL_BLOCK
-from kvcache.manager.block_caching cimport cache_blocks, tail_is_cached
+from kvcache.manager.block_caching cimport (
+    cache_blocks,
+    may_have_tail,
+    tail_is_cached,
+)
 from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     FULL_ATTENTION,
@@ -19,6 +23,7 @@ from kvcache.manager.manager_state cimport (
     SLIDING_WINDOW,
     Group,
     GroupRow,
+    Progress,
     Request,
     cdiv,
     fills_at,
@@ -187,7 +192,7 @@ cdef void give_back(ManagerState* m, int32_t row) noexcept nogil:
         held.num_cached = NOT_TRACKED
     m.requests[row].matched = False
     m.requests[row].hit_length = 0
-    m.requests[row].idle_until = 0
+    m.progress[row].idle_until = 0
     note_change(m, row)
 
 
@@ -243,63 +248,68 @@ cdef int take_external(
     return 0
 
 
-cdef int advance(
+cdef Served advance(
     ManagerState* m, int32_t row, int64_t num_new, int64_t num_lookahead
-) except -1 nogil:
-    cdef Request* request = &m.requests[row]
+) except? NO_ROOM nogil:
+    cdef Served served = HAS_ROOM
     cdef Group* group
     cdef GroupRow* held
-    cdef int64_t total = request.num_computed + num_new, needed, all_needed = 0
+    cdef Progress* progress = &m.progress[row]
+    cdef int64_t total = progress.num_computed + num_new, needed, all_needed = 0
     cdef int64_t wanted = min(total + num_lookahead, m.max_model_len)
     cdef int32_t g
     if m.drops_blocks:
         remove_skipped(
-            m, row, max(request.num_computed - request.num_in_flight, <int64_t> 0)
+            m, row, max(progress.num_computed - m.requests[row].num_in_flight, 0)
         )
     for g in range(m.num_groups):
         group = &m.groups[g]
         held = &group.rows[row]
-        held.first_new = held.num_blocks
         needed = slots_needed(group, wanted, 0)
         if needed > slots_of(group, held):
             all_needed += cdiv(needed, group.block_size) - held.num_blocks
     if all_needed:
         if all_needed > m.pool.queue.num_free:
             return NO_ROOM
+        served = EXTENDED
         for g in range(m.num_groups):
             group = &m.groups[g]
+            group.rows[row].first_new = group.rows[row].num_blocks
             extend(m, group, row, slots_needed(group, wanted, 0))
-    request.num_computed = total
-    request.idle_until = 0
-    cache_blocks(m, row, min(total, request.num_tokens))
-    request.idle_until = next_event(m, row)
-    return SERVED
+    progress.num_computed = <int32_t> total
+    progress.idle_until = 0
+    progress.idle_until = settle(m, row, total)
+    return served
 
 
-cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil:
+cdef Served serve(
+    ManagerState* m, int32_t row, const Slots* slots
+) except? NO_ROOM nogil:
     cdef Request* request = &m.requests[row]
+    cdef Progress* progress = &m.progress[row]
     cdef Group* group
     cdef int64_t local, total, wanted, required, num_free, watermark = 0
     cdef int32_t g
-    if request.status == RUNNING and not (
+    if progress.status == RUNNING and not (
         slots.num_encoder
         or slots.reserved_blocks
         or slots.must_fit
         or slots.delay_cache
     ):
-        total = request.num_computed + slots.num_new
-        if min(total + slots.num_lookahead, m.max_model_len) <= request.idle_until:
-            request.num_computed = total
-            return SERVED
+        total = progress.num_computed + slots.num_new
+        if min(total + slots.num_lookahead, m.max_model_len) <= progress.idle_until:
+            progress.num_computed = <int32_t> total
+            return HAS_ROOM
         return advance(m, row, slots.num_new, slots.num_lookahead)
-    local = request.num_computed + (request.hit_length if request.matched else 0)
+    local = progress.num_computed + (request.hit_length if request.matched else 0)
     total = min(local + slots.num_external, m.max_model_len)
     wanted = min(total + slots.num_new + slots.num_lookahead, m.max_model_len)
-    if slots.has_scheduled and request.status != RUNNING:
+    if slots.has_scheduled and progress.status != RUNNING:
         watermark = m.watermark_blocks
     if slots.must_fit:
         required = watermark + all_blocks_needed(
-            m, row, min(request.num_tokens, m.max_model_len), total, slots, True
+            m, row, min(<int64_t> m.content[row].num_tokens, m.max_model_len), total,
+            slots, True,
         )
         if required > m.pool.queue.num_free:
             return NO_ROOM
@@ -325,21 +335,20 @@ cdef int serve(ManagerState* m, int32_t row, const Slots* slots) except -1 nogil
         extend(m, group, row, slots_needed(group, wanted, slots.num_encoder))
     request.matched = False
     request.hit_length = 0
-    request.status = RUNNING
-    request.num_computed = total + slots.num_new
-    request.idle_until = 0
+    progress.status = RUNNING
+    progress.num_computed = <int32_t> (total + slots.num_new)
+    progress.idle_until = 0
     if not slots.delay_cache:
-        cache_blocks(m, row, min(total + slots.num_new, request.num_tokens))
-        request.idle_until = next_event(m, row)
-    return SERVED
+        progress.idle_until = settle(m, row, progress.num_computed)
+    return EXTENDED
 
 
-cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
-    """Number of slots up to which no group takes, fills or gives back a block."""
+cdef int32_t settle(ManagerState* m, int32_t row, int64_t num_tokens) except -1 nogil:
     cdef Group* group
     cdef GroupRow* held
     cdef int64_t at = m.max_model_len, limit
     cdef int32_t g
+    num_tokens = min(num_tokens, <int64_t> m.content[row].num_tokens)
     for g in range(m.num_groups):
         group = &m.groups[g]
         held = &group.rows[row]
@@ -348,9 +357,13 @@ cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
         limit = <int64_t> (held.num_blocks - group.spec_blocks) * group.block_size
         at = min(at, limit)
         if m.enable_caching:
-            at = min(at, fills_at(m, group, row) - 1)
-            if group.hash_scale > 1 and not tail_is_cached(m, group, row):
-                return 0
+            limit = fills_at(m, group, row)
+            if num_tokens >= limit or may_have_tail(group):
+                cache_blocks(m, row, g, num_tokens)
+                limit = fills_at(m, group, row)
+                if not tail_is_cached(m, group, row):
+                    limit = 1
+            at = min(at, limit - 1)
         if group.kind == SLIDING_WINDOW:
             limit = <int64_t> (held.num_nulls + 1) * group.block_size
             at = min(at, limit + group.window - 2 + group.extra_retained)
@@ -359,4 +372,4 @@ cdef inline int64_t next_event(ManagerState* m, int32_t row) noexcept nogil:
         elif group.kind != FULL_ATTENTION:
             limit = <int64_t> (held.num_nulls + 1) * group.block_size
             at = min(at, cdiv(limit, group.window) * group.window - 1)
-    return at
+    return <int32_t> at

@@ -17,8 +17,8 @@ import time
 from kvcache._args cimport as_int
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS
-from kvcache.manager.manager_state cimport Request
-from kvcache.manager.slots cimport SERVED, serve
+from kvcache.manager.manager_state cimport Content, Progress
+from kvcache.manager.slots cimport NO_ROOM, serve
 from kvcache.replay._pool cimport KEY_BYTES, ReplayedPool
 
 # A request that has a row.
@@ -151,17 +151,17 @@ cdef class ConcurrentReplay(ReplayedPool):
 
     cdef bint decode(self) except -1:
         """A slot for each running request's last token; whether one was preempted."""
-        cdef Request* request
+        cdef Progress* progress
         cdef int32_t i = 0
         cdef bint preempted = False
         self.slots.num_new = 1
         while i < self.num_running:
-            request = &self.m.requests[self.running[i]]
-            if request.num_computed < request.idle_until:
+            progress = &self.m.progress[self.running[i]]
+            if progress.num_computed < progress.idle_until:
                 # Most requests: the slot is there, and no block becomes full.
-                request.num_computed += 1
+                progress.num_computed += 1
                 i += 1
-            elif serve(self.m, self.running[i], &self.slots) == SERVED:
+            elif serve(self.m, self.running[i], &self.slots) != NO_ROOM:
                 i += 1
             else:
                 self.preempt_newest()
@@ -182,8 +182,7 @@ cdef class ConcurrentReplay(ReplayedPool):
 
     cdef int admit_waiting(self) except -1:
         """Admit in order, up to the first that does not fit."""
-        cdef Request* request
-        cdef int32_t row
+        cdef int32_t row, num_tokens
         cdef int64_t hits
         while self.num_running < self.concurrency:
             if self.num_waiting == 0 and not self.begin_next():
@@ -196,12 +195,12 @@ cdef class ConcurrentReplay(ReplayedPool):
             self.running[self.num_running] = row
             self.num_running += 1
             self.flights[row].hits = hits
-            request = &self.m.requests[row]
-            if request.num_preemptions:
+            num_tokens = self.m.content[row].num_tokens
+            if self.m.requests[row].num_preemptions:
                 # Its last token was not computed before.
-                self.recomputed_tokens += request.num_tokens - 1 - hits
+                self.recomputed_tokens += num_tokens - 1 - hits
             else:
-                self.prompt_tokens += request.num_tokens
+                self.prompt_tokens += num_tokens
                 self.hit_tokens += hits
         return 0
 
@@ -231,7 +230,7 @@ cdef class ConcurrentReplay(ReplayedPool):
     cdef int finish_step(self) except -1:
         """Each running request has generated a token; those that are done leave."""
         cdef Flight* flight
-        cdef Request* request
+        cdef Content* content
         cdef int32_t i, row, kept = 0
         cdef int64_t[2] key
         self.note_peak()
@@ -247,13 +246,13 @@ cdef class ConcurrentReplay(ReplayedPool):
                 self.count_blocks(row, flight.hits)
                 self.manager.free_row(row)
                 continue
-            request = &self.m.requests[row]
-            request.num_tokens += 1
-            if request.num_tokens % self.block_size == 0:
+            content = &self.m.content[row]
+            content.num_tokens += 1
+            if content.num_tokens % self.block_size == 0:
                 # The content of a generated block is its own: no key of a prompt has
                 # a second half.
                 key[0] = flight.arrival
-                key[1] = request.num_tokens // self.block_size
+                key[1] = content.num_tokens // self.block_size
                 self.manager.append_digests(row, <const uint8_t*> key, 1)
             self.running[kept] = row
             kept += 1

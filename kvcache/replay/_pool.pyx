@@ -15,7 +15,7 @@ from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS, has_hash
 from kvcache.manager.manager_state cimport GroupRow, Request, table_row
 from kvcache.manager.prefix_match cimport match_request
-from kvcache.manager.slots cimport SERVED, serve
+from kvcache.manager.slots cimport NO_ROOM, serve
 
 from kvcache.manager import FullAttention
 
@@ -74,12 +74,13 @@ cdef class ReplayedPool:
         """Compute a request's tokens in one go: its hits, -1 if the rest does not fit.
         """
         cdef Request* request = &self.m.requests[row]
-        cdef int64_t hits = match_request(self.m, row, request.num_tokens - 1)
-        request.hit_length = hits
+        cdef int32_t num_tokens = self.m.content[row].num_tokens
+        cdef int64_t hits = match_request(self.m, row, num_tokens - 1)
+        request.hit_length = <int32_t> hits
         request.matched = True
         # All the rest is asked for at once, so the full sequence fits or it does not.
-        self.slots.num_new = request.num_tokens - hits
-        return hits if serve(self.m, row, &self.slots) == SERVED else -1
+        self.slots.num_new = num_tokens - hits
+        return hits if serve(self.m, row, &self.slots) != NO_ROOM else -1
 
     cdef int count_blocks(self, int32_t row, int64_t hit_tokens) except -1:
         """Count the blocks of a request that is about to give them back.
