@@ -1,5 +1,7 @@
 """kvcache: the compiled KV-cache block manager for LLM inference engines."""
 
+import os
+
 from kvcache.block_pool import BlockPool
 from kvcache.block_store import BlockStore, KVCacheBlock
 from kvcache.errors import BlockStateError, NoFreeBlocksError
@@ -31,5 +33,16 @@ __all__ = [
     "KVCacheMetricsCollector",
     "NoFreeBlocksError",
     "__version__",
+    "get_include",
     "use_event_classes",
 ]
+
+
+def get_include() -> str:
+    """Folder of `kvcache.h`, for C and C++ that call kvcache through its capsule.
+
+    Cython modules need it not: they `cimport kvcache`. Build scripts that ask
+    pkg-config find the same as `kvcache`, with `kvcache/lib/pkgconfig` in
+    PKG_CONFIG_PATH.
+    """
+    return os.path.join(os.path.dirname(__file__), "include")

@@ -69,6 +69,7 @@ from kvcache.kept_tokens cimport (
 )
 from kvcache.pool_state cimport (
     Freed,
+    cache_block,
     drop_reference,
     evict_taken,
     freed_init,
@@ -1061,11 +1062,7 @@ cdef class BlockPool:
         for i in range(n):
             next_digests(&source, i, 1, &digest, &length)
             make_key(&key, digest, length, group_suffix(group))
-            if data[i] != NULL_BLOCK:
-                if not index_contains(self.state.index, &key, data[i]):
-                    index_add_row(self.state.index, data[i], &key, NO_NUM_TOKENS)
-                index_chain(self.state.index, before, data[i])
-                before = data[i]
+            before = cache_block(&self.state, data[i], &key, before)
         if stored is not None:
             self.emit(stored)
 

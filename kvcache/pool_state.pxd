@@ -4,20 +4,31 @@
 # whole batch before the first write. It returns -1 when all went well, else the place
 # in `ids` of the first id that is no block of the pool or not in the state required.
 # One pool is used by one thread at a time: the GIL or the caller's lock sees to it.
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t
 
 from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
     ANCHOR,
+    NO_NUM_TOKENS,
     NOT_LINKED,
     NULL_BLOCK,
     BlockMeta,
+    Key,
     block_id_t,
     has_hash,
 )
 from kvcache.free_queue cimport FreeQueue, queue_unlink
-from kvcache.hash_index cimport HashIndex, index_prefetch
+from kvcache.hash_index cimport (
+    HashIndex,
+    index_add_row,
+    index_chain,
+    index_contains,
+    index_prefetch,
+)
 from kvcache.kept_tokens cimport KeptTokens
+
+cdef enum:
+    POOL_NO_MEMORY = -2
 
 cdef struct PoolState:
     BlockMeta* rows         # num_blocks of them
@@ -167,3 +178,35 @@ cdef Py_ssize_t pool_can_cache(
 cdef Py_ssize_t evict_taken(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
+# Blocks of the leading digests, `length` bytes each, that are cached in a group: how
+# many, or -1 for a length that no digest has. `ids` has room for n.
+cdef Py_ssize_t pool_match(
+    const PoolState* pool, const uint8_t* digests, Py_ssize_t length, Py_ssize_t n,
+    uint32_t group_id, block_id_t* ids,
+) noexcept nogil
+# Cache each block under the digest in its place, where pool_can_cache allows all of
+# them; null blocks are skipped. POOL_NO_MEMORY, or n for a length that no digest has,
+# and nothing done. Events do not tell of it.
+cdef Py_ssize_t pool_cache(
+    PoolState* pool, const block_id_t* ids, const uint8_t* digests, Py_ssize_t length,
+    Py_ssize_t n, uint32_t group_id,
+) noexcept nogil
+# Take blocks' content out of the cache; free ones stay where they stand.
+cdef Py_ssize_t pool_evict(
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n
+) noexcept nogil
+
+
+cdef inline block_id_t cache_block(
+    PoolState* pool, block_id_t block, const Key* key, block_id_t before
+) noexcept nogil:
+    """Cache a block that may be cached, and is behind another; the one before the next.
+
+    There is room in the index.
+    """
+    if block == NULL_BLOCK:
+        return before
+    if not index_contains(pool.index, key, block):
+        index_add_row(pool.index, block, key, NO_NUM_TOKENS)
+    index_chain(pool.index, before, block)
+    return block

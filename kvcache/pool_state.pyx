@@ -5,15 +5,23 @@ a `BlockPool` owns.
 Invariant: each function checks its whole batch before the first write.
 Costs: O(1) a block. Threads: one at a time on one pool; the caller sees to it.
 """
-from libc.stdint cimport uint8_t
+from libc.stdint cimport uint64_t
 
 from kvcache._types cimport (
     ANCHOR,
+    MAX_DIGEST_BYTES,
     MAX_REF_CNT,
     NULL_BLOCK,
+    group_suffix,
     has_hash,
+    make_key,
 )
-from kvcache.hash_index cimport index_drop_block
+from kvcache.hash_index cimport (
+    MATCH_CHUNK,
+    index_drop_block,
+    index_match,
+    index_reserve,
+)
 
 cdef enum:
     FLAG_IN_BATCH = 128     # on a row for the length of one check: the id was met
@@ -143,3 +151,66 @@ cdef Py_ssize_t pool_can_cache(
         if ids[k] != NULL_BLOCK:
             pool.rows[ids[k]].flags &= ~<uint8_t> FLAG_IN_BATCH
     return bad
+
+
+cdef Py_ssize_t pool_match(
+    const PoolState* pool,
+    const uint8_t* digests,
+    Py_ssize_t length,
+    Py_ssize_t n,
+    uint32_t group_id,
+    block_id_t* ids,
+) noexcept nogil:
+    cdef const uint8_t* places[MATCH_CHUNK]
+    cdef uint64_t suffix = group_suffix(group_id)
+    cdef Py_ssize_t done = 0, count, hits, i
+    if not 0 < length <= MAX_DIGEST_BYTES:
+        return -1
+    while done < n:
+        count = min(n - done, <Py_ssize_t> MATCH_CHUNK)
+        for i in range(count):
+            places[i] = digests + (done + i) * length
+        hits = index_match(
+            pool.index, ids[done - 1] if done else NULL_BLOCK, places, length, suffix,
+            count, ids + done,
+        )
+        done += hits
+        if hits < count:
+            break
+    return done
+
+
+cdef Py_ssize_t pool_cache(
+    PoolState* pool,
+    const block_id_t* ids,
+    const uint8_t* digests,
+    Py_ssize_t length,
+    Py_ssize_t n,
+    uint32_t group_id,
+) noexcept nogil:
+    cdef uint64_t suffix = group_suffix(group_id)
+    cdef block_id_t before = NULL_BLOCK
+    cdef Py_ssize_t i, bad = pool_can_cache(pool, ids, n)
+    cdef Key key
+    if bad >= 0:
+        return bad
+    if not 0 < length <= MAX_DIGEST_BYTES:
+        return n
+    if index_reserve(pool.index, n, 0) < 0:
+        return POOL_NO_MEMORY
+    for i in range(n):
+        make_key(&key, digests + i * length, length, suffix)
+        before = cache_block(pool, ids[i], &key, before)
+    return -1
+
+
+cdef Py_ssize_t pool_evict(
+    PoolState* pool, const block_id_t* ids, Py_ssize_t n
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        if not is_block(pool, ids[i]):
+            return i
+    for i in range(n):
+        index_drop_block(pool.index, ids[i])
+    return -1

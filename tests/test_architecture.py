@@ -28,7 +28,7 @@ HOUSE = {
     ],
     "requests": ["manager"],
     "front door": ["__init__"],
-    "edges": ["replay", "cli", "__main__", "integrations"],
+    "edges": ["capi", "replay", "cli", "__main__", "integrations"],
 }
 FLOOR = {room: floor for floor, rooms in enumerate(HOUSE.values()) for room in rooms}
 

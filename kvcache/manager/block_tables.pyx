@@ -14,6 +14,7 @@ from libc.stdint cimport int32_t, int64_t
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES, group_suffix
+from kvcache.manager.calls cimport manager_slot_mapping, manager_take_changed_rows
 from kvcache.manager.manager_state cimport (
     CHUNKED_LOCAL,
     CROSS_ATTENTION,
@@ -295,12 +296,7 @@ cdef class BlockTables(Requests):
     def take_changed_rows(self):
         """Rows whose tables changed since the last call, int32, in order of change."""
         cdef cnp.ndarray rows = new_ids(self.state.num_changed)
-        cdef int32_t* data = <int32_t*> cnp.PyArray_DATA(rows)
-        cdef int32_t i
-        for i in range(self.state.num_changed):
-            data[i] = self.state.changed[i]
-            self.state.progress[data[i]].changed = False
-        self.state.num_changed = 0
+        manager_take_changed_rows(&self.state, <int32_t*> cnp.PyArray_DATA(rows))
         return rows
 
     def slot_mapping(self, rows, num_new_tokens, kv_cache_group_id=0):
@@ -322,11 +318,9 @@ cdef class BlockTables(Requests):
         cdef int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
         cdef Group* group = self.group(kv_cache_group_id)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i, at = 0
+        cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), i
         cdef cnp.npy_intp total = 0
-        cdef int64_t token, computed
-        cdef int32_t* ids
-        cdef int64_t* slots
+        cdef int64_t computed
         if cnp.PyArray_DIM(counts, 0) != n:
             raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
         for i in range(n):
@@ -340,16 +334,10 @@ cdef class BlockTables(Requests):
                 )
             total += news[i]
         cdef cnp.ndarray mapping = cnp.PyArray_SimpleNew(1, &total, cnp.NPY_INT64)
-        slots = <int64_t*> cnp.PyArray_DATA(mapping)
-        for i in range(n):
-            computed = self.state.progress[data[i]].num_computed
-            ids = table_row(group, data[i])
-            for token in range(computed - news[i], computed):
-                slots[at] = (
-                    <int64_t> ids[token // group.block_size] * group.block_size
-                    + token % group.block_size
-                )
-                at += 1
+        manager_slot_mapping(
+            &self.state, data, news, n, <int32_t> kv_cache_group_id,
+            <int64_t*> cnp.PyArray_DATA(mapping),
+        )
         return mapping
 
     def occupancy(self):

@@ -17,6 +17,4 @@ cdef class KVCacheManager(BlockTables):
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
     ) except -1
-    cdef int free_row(self, int32_t row) except -1
-    cdef void preempt_row(self, int32_t row) noexcept
     cdef int record(self, int32_t row, int64_t num_hits) except -1

@@ -21,10 +21,10 @@ import numpy as np
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
 from kvcache.manager.block_caching cimport to_be_cached
+from kvcache.manager.calls cimport manager_match, manager_preempt
 from kvcache.manager.manager_state cimport (
     CROSS_ATTENTION,
     MAMBA,
-    PREEMPTED,
     RUNNING,
     UNUSED,
     Group,
@@ -35,7 +35,7 @@ from kvcache.manager.manager_state cimport (
     note_change,
     table_row,
 )
-from kvcache.manager.prefix_match cimport hits_hold, match_request
+from kvcache.manager.prefix_match cimport hits_hold
 from kvcache.manager.slots cimport HAS_ROOM, NO_ROOM, Served, give_back, serve, settle
 from kvcache.manager.step cimport next_step, serve_step, step_ids
 
@@ -183,7 +183,7 @@ cdef class KVCacheManager(BlockTables):
         """Prove that a request may ask for this."""
         cdef Progress* progress = &self.state.progress[row]
         cdef Request* request = &self.state.requests[row]
-        cdef int64_t hits = request.hit_length if request.matched else 0
+        cdef int64_t hits = request.hit_length
         cdef int64_t total = progress.num_computed + hits + slots.num_external
         if slots.num_new == 0 and slots.num_external == 0 and hits == 0:
             raise ValueError(f"request {row} asks for no token and brings none")
@@ -216,20 +216,12 @@ cdef class KVCacheManager(BlockTables):
             TypeError, ValueError: An argument is of the wrong type or range.
         """
         cdef int32_t at = self.find_row(row)
-        cdef Request* request = &self.state.requests[at]
-        cdef int32_t num_tokens = self.state.content[at].num_tokens
-        cdef int64_t limit = num_tokens - 1
+        cdef int64_t limit = -1
         if max_length is not None:
-            limit = min(
-                as_int(max_length, "max_length", 0, MAX_BLOCKS), <int64_t> num_tokens
-            )
+            limit = as_int(max_length, "max_length", 0, MAX_BLOCKS)
         if self.state.progress[at].status == RUNNING:
             raise BlockStateError(f"request {row} is running")
-        request.hit_length = 0
-        if self.state.enable_caching and not request.skip_lookup:
-            request.hit_length = <int32_t> match_request(&self.state, at, limit)
-            request.matched = True
-        return request.hit_length
+        return manager_match(&self.state, at, limit)
 
     def allocate_slots(
         self,
@@ -282,7 +274,7 @@ cdef class KVCacheManager(BlockTables):
         cdef Slots slots
         cdef int32_t num_new = 0
         cdef bint first = self.state.progress[at].status != RUNNING
-        cdef int64_t hits = request.hit_length if request.matched else 0
+        cdef int64_t hits = request.hit_length
         slots.num_new = as_int(num_new_tokens, "num_new_tokens", 0, MAX_BLOCKS)
         slots.num_lookahead = as_int(
             num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
@@ -437,11 +429,9 @@ cdef class KVCacheManager(BlockTables):
 
     def free(self, row):
         """A request is done: its blocks go back, last ones first; the row is vacant."""
-        self.free_row(self.find_row(row))
-
-    cdef int free_row(self, int32_t row) except -1:
-        give_back(&self.state, row)
-        return self.forget(row)
+        cdef int32_t at = self.find_row(row)
+        give_back(&self.state, at)
+        self.forget(at)
 
     def preempt(self, row):
         """Take a running request's blocks; it waits, and computes its tokens again.
@@ -452,15 +442,7 @@ cdef class KVCacheManager(BlockTables):
         cdef int32_t at = self.find_row(row)
         if self.state.progress[at].status != RUNNING:
             raise BlockStateError(f"request {row} is not running")
-        self.preempt_row(at)
-
-    cdef void preempt_row(self, int32_t row) noexcept:
-        cdef Request* request = &self.state.requests[row]
-        give_back(&self.state, row)
-        request.num_in_flight = 0
-        request.num_preemptions += 1
-        self.state.progress[row].num_computed = 0
-        self.state.progress[row].status = PREEMPTED
+        manager_preempt(&self.state, at)
 
     def pop_block_ids(self, row):
         """A request is done, but its blocks are still read: they stay in use.
@@ -523,7 +505,7 @@ cdef class KVCacheManager(BlockTables):
                 n += ids[i] != NULL_BLOCK
         if n > self.state.pool.queue.num_free:
             return None
-        old = self.contents[at]
+        old = self.content_of(at)
         extra = {
             "lora_request": old.lora_request,
             "mm_features": old.mm_features,
@@ -621,9 +603,12 @@ cdef class KVCacheManager(BlockTables):
         cdef int32_t* ids
         used = {}
         self.block_pool.check()
+        vacant = {
+            self.state.vacant[row] for row in range(self.state.num_vacant)
+        }
         for row in range(self.state.max_requests):
             status = self.state.progress[row].status
-            if (status == UNUSED) != (row in self.vacant):
+            if (status == UNUSED) != (row in vacant):
                 raise AssertionError(f"row {row} is wrongly vacant or not")
             for g in range(self.state.num_groups):
                 group = &self.state.groups[g]

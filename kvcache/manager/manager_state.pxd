@@ -67,8 +67,9 @@ cdef struct Request:
     int32_t hit_length      # tokens that `match` found
     int32_t hash_capacity   # digests that there is room for
     int32_t num_preemptions
-    bint matched            # hits stand in the table rows
+    bint matched            # hits stand in the table rows; else hit_length is 0
     bint skip_lookup        # its prompt must be computed whatever is cached
+    bint has_object         # Python knows its content: KVCacheManager.contents
 
 # Cache blocks so that events tell of it; called with the GIL.
 ctypedef int (*cache_full_t)(
@@ -91,6 +92,8 @@ cdef struct ManagerState:
     Content* content        # max_requests of them
     Request* requests       # likewise
     int32_t max_requests
+    int32_t* vacant         # rows of no request, num_vacant of them, the next one last
+    int32_t num_vacant
     int64_t max_model_len
     int32_t hash_block_size
     int32_t digest_length

@@ -8,23 +8,21 @@ Costs: O(1) a token and a hash. Threads: as the manager.
 """
 cimport cython
 cimport numpy as cnp
-from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
+from cpython.mem cimport PyMem_RawFree
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from kvcache._args cimport as_ids, as_int
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.hashing.block_hasher cimport BlockHasher
-from kvcache.manager.block_caching cimport tail_is_cached
-from kvcache.manager.manager_state cimport (
-    UNUSED,
-    WAITING,
-    Content,
-    Group,
-    Progress,
-    Request,
-    fills_at,
-    lazily,
+from kvcache.manager.manager_state cimport Content, Progress, Request, lazily
+from kvcache.manager.request_rows cimport (
+    close_row,
+    is_request,
+    next_row,
+    open_row,
+    reserve_digests,
+    wake,
 )
 
 from kvcache.errors import BlockStateError
@@ -39,7 +37,7 @@ cdef class Requests:
 
     def __cinit__(self, *args, **kwargs):
         # Whatever happens to __init__, what follows finds room for no request.
-        self.contents, self.hashers, self.vacant = [], [], []
+        self.contents, self.hashers = [], []
         self.state.hash_block_size = self.state.alignment = 1
 
     def __dealloc__(self):
@@ -53,9 +51,11 @@ cdef class Requests:
         PyMem_RawFree(self.state.changed)
         PyMem_RawFree(self.state.busy)
         PyMem_RawFree(self.state.took)
+        PyMem_RawFree(self.state.vacant)
 
     cdef int make_rows(self, Py_ssize_t count) except -1:
         """Memory for so many requests."""
+        cdef Py_ssize_t i
         self.state.requests = <Request*> lazily(count, sizeof(Request), "requests")
         self.state.content = <Content*> lazily(count, sizeof(Content), "requests")
         self.state.progress = <Progress*> lazily(
@@ -66,7 +66,10 @@ cdef class Requests:
         self.state.took = <int32_t*> lazily(count, sizeof(int32_t), "requests")
         self.state.max_requests = <int32_t> count
         self.contents, self.hashers = [None] * count, [None] * count
-        self.vacant = list(range(count - 1, -1, -1))
+        self.state.vacant = <int32_t*> lazily(count, sizeof(int32_t), "requests")
+        for i in range(count):
+            self.state.vacant[i] = <int32_t> (count - 1 - i)
+        self.state.num_vacant = <int32_t> count
         return 0
 
     cdef int check_not_serving(self) except -1:
@@ -76,10 +79,7 @@ cdef class Requests:
 
     cdef int check_row(self, Py_ssize_t row) except -1:
         self.check_not_serving()
-        if (
-            not 0 <= row < self.state.max_requests
-            or self.state.progress[row].status == UNUSED
-        ):
+        if not is_request(&self.state, row):
             raise ValueError(f"row {row} is no request's")
         return 0
 
@@ -140,95 +140,25 @@ cdef class Requests:
                 raise ValueError(
                     f"a prompt has 1 to {self.state.max_model_len} tokens, got {count}"
                 )
-        cdef int32_t row = self.next_row(count)
+        cdef int32_t row = self.vacant_row(count)
         self.add_hashes(row, made.block_hashes)
+        open_row(&self.state)
         self.state.requests[row].skip_lookup = skip_reading_prefix_cache
-        return self.open_row(row, made)
-
-    cdef int32_t open_request(
-        self, int64_t num_tokens, const uint8_t* digests, Py_ssize_t num_hashes,
-        Py_ssize_t length,
-    ) except -1:
-        """`add_request` for compiled callers; the digests are copied.
-
-        No Python object is made. Of Python's methods, `append`, `truncate` and `fork`
-        do not know such a request, nor do events.
-        """
-        cdef int32_t row = self.next_row(num_tokens)
-        self.state.digest_length = <int32_t> length
-        self.state.requests[row].skip_lookup = False
-        self.append_digests(row, digests, num_hashes)
-        return self.open_row(row, None)
-
-    cdef int append_digests(
-        self, int32_t row, const uint8_t* digests, Py_ssize_t count
-    ) except -1:
-        """`count` more block hashes, one behind the other."""
-        cdef Content* content = &self.state.content[row]
-        cdef Py_ssize_t length = self.state.digest_length
-        self.reserve_digests(row, count)
-        memcpy(content.digests + content.num_hashes * length, digests, count * length)
-        content.num_hashes += <int32_t> count
-        self.wake(row)
-        return 0
-
-    cdef void wake(self, int32_t row) noexcept:
-        """There are more hashes: blocks may be cached that could not be."""
-        cdef Progress* progress = &self.state.progress[row]
-        cdef Group* group
-        cdef int32_t g
-        for g in range(self.state.num_groups):
-            group = &self.state.groups[g]
-            progress.idle_until = <int32_t> min(
-                <int64_t> progress.idle_until, fills_at(&self.state, group, row) - 1
-            )
-            if not tail_is_cached(&self.state, group, row):
-                progress.idle_until = 0
-
-    cdef int32_t next_row(self, int64_t num_tokens) except -1:
-        """The row that a request of so many tokens would have, vacant as yet."""
-        if not self.vacant:
-            raise ValueError(
-                f"there are {self.state.max_requests} requests already"
-            )
-        cdef int32_t row = self.vacant[len(self.vacant) - 1]
-        self.state.content[row].num_tokens = <int32_t> num_tokens
-        self.state.content[row].num_hashes = 0
+        self.state.requests[row].has_object = True
+        self.contents[row], self.hashers[row] = made, made.hasher
         return row
 
-    cdef int32_t open_row(self, int32_t row, object content) except -1:
-        """The next row is a request's from now on."""
-        cdef Request* request = &self.state.requests[row]
-        cdef Progress* progress = &self.state.progress[row]
-        request.num_prompt = self.state.content[row].num_tokens
-        request.num_in_flight = request.hit_length = request.num_preemptions = 0
-        request.matched = False
-        progress.num_computed = progress.idle_until = 0
-        progress.status = WAITING
-        self.contents[row] = content
-        self.hashers[row] = None if content is None else content.hasher
-        self.vacant.pop()
+    cdef int32_t vacant_row(self, int64_t num_tokens) except -1:
+        cdef int32_t row = next_row(&self.state, num_tokens)
+        if row < 0:
+            raise ValueError(f"there are {self.state.max_requests} requests already")
         return row
 
-    cdef int reserve_digests(self, int32_t row, Py_ssize_t count) except -1:
-        """Room for `count` more block hashes."""
-        cdef Content* content = &self.state.content[row]
-        cdef Request* request = &self.state.requests[row]
-        cdef Py_ssize_t capacity
-        cdef uint8_t* bigger
-        if content.num_hashes + count > request.hash_capacity:
-            # A prompt is there as a whole; what comes behind it comes bit by bit.
-            capacity = content.num_hashes + count
-            if content.num_hashes:
-                capacity = 2 * capacity + 8
-            bigger = <uint8_t*> PyMem_RawRealloc(
-                content.digests, capacity * MAX_DIGEST_BYTES
-            )
-            if bigger == NULL:
-                raise MemoryError(f"cannot keep {capacity} block hashes")
-            content.digests = bigger
-            request.hash_capacity = <int32_t> capacity
-        return 0
+    cdef object content_of(self, int32_t row):
+        """What Python knows of a request."""
+        if not self.state.requests[row].has_object:
+            raise BlockStateError(f"request {row} was made by compiled code")
+        return self.contents[row]
 
     cdef int add_hashes(self, int32_t row, object hashes) except -1:
         """Append block hashes to a request's; `num_tokens` says how many fit."""
@@ -252,19 +182,19 @@ cdef class Requests:
                     f"block hashes here have {length} bytes of 1 to {MAX_DIGEST_BYTES},"
                     f" got {len(digest)}: {digest!r}"
                 )
-        self.reserve_digests(row, count)
+        if not reserve_digests(&self.state, row, count):
+            raise MemoryError(f"cannot keep {have + count} block hashes")
         self.state.digest_length = <int32_t> length
         for digest in hashes:
             memcpy(content.digests + have * length, <char*> <bytes> digest, length)
             have += 1
         content.num_hashes = <int32_t> have
-        self.wake(row)
+        wake(&self.state, row)
         return 0
 
     cdef int forget(self, int32_t row) except -1:
-        self.state.progress[row].status = UNUSED
+        close_row(&self.state, row)
         self.contents[row] = self.hashers[row] = None
-        self.vacant.append(row)
         return 0
 
     def append(self, row, tokens=None, *, num_tokens=None, hashes=()):
@@ -283,7 +213,7 @@ cdef class Requests:
         cdef int32_t at = self.find_row(row)
         cdef Content* content = &self.state.content[at]
         cdef Py_ssize_t count
-        made = self.contents[at]
+        made = self.content_of(at)
         if (tokens is None) != (made.hasher is None):
             raise TypeError(
                 f"request {row} was made with"
@@ -314,7 +244,7 @@ cdef class Requests:
 
     cdef int grow(self, int32_t row, object tokens, Py_ssize_t count) except -1:
         """Add tokens; their hashes follow."""
-        cdef object content = self.contents[row]
+        cdef object content = self.content_of(row)
         cdef int64_t before = self.state.content[row].num_tokens
         if self.keep_token_ids:
             fresh = content.append(tokens)
@@ -338,7 +268,7 @@ cdef class Requests:
         content.num_hashes = min(
             content.num_hashes, <int32_t> (num_tokens // self.state.hash_block_size)
         )
-        self.contents[row].truncate(num_tokens, content.num_hashes)
+        self.content_of(row).truncate(num_tokens, content.num_hashes)
         return 0
 
     def append_step(self, rows, tokens):
@@ -360,6 +290,7 @@ cdef class Requests:
             raise ValueError(f"{len(ids)} tokens for {n} requests")
         for i in range(n):
             ids[i] = as_int(ids[i], "a token id", 0, INT64_MAX)
+            self.content_of(data[i])
             if self.hashers[data[i]] is None:
                 raise TypeError(f"request {data[i]} was made with hashes")
             if self.state.content[data[i]].num_tokens >= self.state.max_model_len:
@@ -384,4 +315,4 @@ cdef class Requests:
     @property
     def num_requests(self):
         """Number of requests, waiting ones included."""
-        return self.state.max_requests - len(self.vacant)
+        return self.state.max_requests - self.state.num_vacant

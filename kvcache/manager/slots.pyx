@@ -301,7 +301,7 @@ cdef Served serve(
             progress.num_computed = <int32_t> total
             return HAS_ROOM
         return advance(m, row, slots.num_new, slots.num_lookahead)
-    local = progress.num_computed + (request.hit_length if request.matched else 0)
+    local = progress.num_computed + request.hit_length
     total = min(local + slots.num_external, m.max_model_len)
     wanted = min(total + slots.num_new + slots.num_lookahead, m.max_model_len)
     if slots.has_scheduled and progress.status != RUNNING:

@@ -17,7 +17,8 @@ import time
 from kvcache._args cimport as_int
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS
-from kvcache.manager.manager_state cimport Content, Progress
+from kvcache.manager.calls cimport manager_append, manager_free, manager_preempt
+from kvcache.manager.manager_state cimport Progress
 from kvcache.manager.slots cimport NO_ROOM, serve
 from kvcache.replay._pool cimport KEY_BYTES, ReplayedPool
 
@@ -173,7 +174,7 @@ cdef class ConcurrentReplay(ReplayedPool):
         cdef int32_t row = self.running[self.num_running - 1]
         self.note_peak()
         self.count_blocks(row, self.flights[row].hits)
-        self.manager.preempt_row(row)
+        manager_preempt(self.m, row)
         self.num_running -= 1
         self.waiting[self.num_waiting] = row
         self.num_waiting += 1
@@ -230,8 +231,8 @@ cdef class ConcurrentReplay(ReplayedPool):
     cdef int finish_step(self) except -1:
         """Each running request has generated a token; those that are done leave."""
         cdef Flight* flight
-        cdef Content* content
-        cdef int32_t i, row, kept = 0
+        cdef int32_t i, row, num_tokens, kept = 0
+        cdef bint filled
         cdef int64_t[2] key
         self.note_peak()
         self.steps += 1
@@ -244,16 +245,15 @@ cdef class ConcurrentReplay(ReplayedPool):
             flight.left -= 1
             if flight.left == 0:
                 self.count_blocks(row, flight.hits)
-                self.manager.free_row(row)
+                manager_free(self.m, row)
                 continue
-            content = &self.m.content[row]
-            content.num_tokens += 1
-            if content.num_tokens % self.block_size == 0:
-                # The content of a generated block is its own: no key of a prompt has
-                # a second half.
-                key[0] = flight.arrival
-                key[1] = content.num_tokens // self.block_size
-                self.manager.append_digests(row, <const uint8_t*> key, 1)
+            num_tokens = self.m.content[row].num_tokens + 1
+            filled = num_tokens % self.block_size == 0
+            # The content of a generated block is its own: no key of a prompt has a
+            # second half.
+            key[0], key[1] = flight.arrival, num_tokens // self.block_size
+            if manager_append(self.m, row, 1, <const uint8_t*> key, filled):
+                raise MemoryError(f"cannot keep the hashes of {num_tokens} tokens")
             self.running[kept] = row
             kept += 1
         self.num_running = kept

@@ -13,8 +13,8 @@ import hashlib
 
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS, has_hash
-from kvcache.manager.manager_state cimport GroupRow, Request, table_row
-from kvcache.manager.prefix_match cimport match_request
+from kvcache.manager.calls cimport NO_MEMORY, manager_add_request, manager_match
+from kvcache.manager.manager_state cimport GroupRow, table_row
 from kvcache.manager.slots cimport NO_ROOM, serve
 
 from kvcache.manager import FullAttention
@@ -66,20 +66,19 @@ cdef class ReplayedPool:
 
     cdef int32_t open(self, int64_t num_tokens, const uint8_t* keys) except -1:
         """Make a request known, with the keys of its full blocks; its row."""
-        return self.manager.open_request(
-            num_tokens, keys, num_tokens // self.block_size, KEY_BYTES
+        cdef int32_t row = manager_add_request(
+            self.m, num_tokens, keys, num_tokens // self.block_size, KEY_BYTES
         )
+        if row == NO_MEMORY:
+            raise MemoryError(f"cannot keep the hashes of {num_tokens} tokens")
+        return row
 
     cdef int64_t admit(self, int32_t row) except -2:
         """Compute a request's tokens in one go: its hits, -1 if the rest does not fit.
         """
-        cdef Request* request = &self.m.requests[row]
-        cdef int32_t num_tokens = self.m.content[row].num_tokens
-        cdef int64_t hits = match_request(self.m, row, num_tokens - 1)
-        request.hit_length = <int32_t> hits
-        request.matched = True
+        cdef int64_t hits = manager_match(self.m, row, -1)
         # All the rest is asked for at once, so the full sequence fits or it does not.
-        self.slots.num_new = num_tokens - hits
+        self.slots.num_new = self.m.content[row].num_tokens - hits
         return hits if serve(self.m, row, &self.slots) != NO_ROOM else -1
 
     cdef int count_blocks(self, int32_t row, int64_t hit_tokens) except -1:

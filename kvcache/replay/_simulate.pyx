@@ -8,6 +8,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 import time
 
+from kvcache.manager.calls cimport manager_free
 from kvcache.replay._pool cimport KEY_BYTES, ReplayedPool
 
 
@@ -78,7 +79,7 @@ cdef class PoolReplay(ReplayedPool):
         self.prompt_tokens += length
         self.hit_tokens += hits
         self.count_blocks(row, hits)
-        return self.manager.free_row(row)
+        return manager_free(self.m, row)
 
     def result(self):
         """The totals, by the names that `kvcache replay --json` gives them.

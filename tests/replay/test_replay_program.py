@@ -31,6 +31,8 @@ def start(
         text=True,
         stdout=stdout,
         stderr=subprocess.PIPE,
+        # A shell that started the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
