@@ -67,9 +67,7 @@ from kvcache.manager.slots cimport (
     HAS_ROOM,               # served with the blocks it had
     NO_ROOM,                # not served
 )
-from kvcache.manager.step cimport (
-    step_ids,               # ids that the requests of the last step have taken
-)
+from kvcache.manager.step cimport step_ids      # that the last step's requests took
 
 # -- hashing ---------------------------------------------------------------------------
 from kvcache.hashing.chain cimport SHA256, SHA256_CBOR, CompiledHash

@@ -1,3 +1,1 @@
-from types import CapsuleType
-
-API: CapsuleType
+API: object  # PyCapsule

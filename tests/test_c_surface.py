@@ -119,7 +119,7 @@ def test_a_managers_slots_and_changes_are_read_from_cpp(engine: ModuleType) -> N
 
 def test_a_block_in_c_lies_as_in_numpy(engine: ModuleType) -> None:
     size, offsets = engine.block_layout()
-    dtype = BlockPool(2, True, 16).blocks.array.dtype
+    dtype = BlockPool(2, True, 16).blocks.as_array().dtype
     assert size == dtype.itemsize
     assert offsets == {
         name: field[1]
