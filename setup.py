@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy
 from Cython.Build import cythonize
+from Cython.Compiler import Errors
 from setuptools import Extension, setup
 
 
@@ -19,10 +20,15 @@ def switch(name: str) -> bool:
     return os.environ.get(f"KVCACHE_{name}", "0") not in ("", "0")
 
 
+# Level 1 warns of every Python attribute read under a critical section, which does not
+# protect it; ours protect the rows.
+Errors.LEVEL = 2
+
 debug, line_trace, sanitize = map(switch, ("DEBUG", "LINETRACE", "SANITIZE"))
 
 DIRECTIVES = {
     "language_level": 3,
+    "freethreading_compatible": True,
     # Costs nothing in the C loops; foreign code may shorten a list that is being read.
     "boundscheck": True,
     "wraparound": False,

@@ -3,18 +3,10 @@
 cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
 
-from kvcache._types cimport Key
+from kvcache._types cimport HashSource, Key
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object, int*) except? -1
-
-# Block hashes as they came: a list of bytes, or rows of equal length.
-cdef struct HashSource:
-    Py_ssize_t count
-    void* items                 # list of bytes, borrowed; or NULL, and then:
-    const unsigned char* rows   # first digest
-    Py_ssize_t stride           # bytes from one digest to the next
-    Py_ssize_t length           # bytes of a digest
 
 
 cdef Py_ssize_t refuse_int(
@@ -49,3 +41,4 @@ cdef Py_ssize_t next_digests(
     const unsigned char** digests,
     Py_ssize_t* length,
 ) except -1
+cdef object no_copy(object thing)

@@ -12,6 +12,7 @@ from libc.string cimport memset
 
 import numpy as np
 
+from kvcache._lock cimport unshared
 from kvcache._types cimport MAX_DIGEST_BYTES, MAX_KEY_BYTES, Key, key_from_bytes
 
 cnp.import_array()
@@ -129,6 +130,7 @@ cdef object as_hashes(object hashes, HashSource* source):
         raise TypeError(f"block hashes must be a sequence of bytes, got {hashes!r}")
     if type(hashes) is not list:
         hashes = list(hashes)
+    hashes = unshared(hashes)
     source.count = len(<list> hashes)
     source.items = <void*> hashes
     return hashes
@@ -174,3 +176,8 @@ cdef Py_ssize_t next_digests(
             return i
         digests[i] = <const unsigned char*> PyBytes_AS_STRING(<object> items[i])
     return count
+
+
+cdef object no_copy(object thing):
+    """What `__reduce__` of an object raises that owns memory or shares rows."""
+    return TypeError(f"a {type(thing).__name__} cannot be pickled or copied")

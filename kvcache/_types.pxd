@@ -40,6 +40,14 @@ cdef struct BlockMeta:
     uint8_t _reserved[2]
 # Invariant: in a pool, is_linked(row) == is_free(row).
 
+# Block hashes as they came: a list of bytes, or rows of equal length.
+cdef struct HashSource:
+    Py_ssize_t count
+    void* items                 # list of bytes, borrowed; or NULL, and then:
+    const uint8_t* rows   # first digest
+    Py_ssize_t stride           # bytes from one digest to the next
+    Py_ssize_t length           # bytes of a digest
+
 # A digest and its group id as five words, zero beyond them: equal keys, equal words.
 cdef struct Key:
     uint64_t words[5]

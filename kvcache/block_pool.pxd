@@ -1,6 +1,5 @@
 # vLLM v1's block pool as a Python class, and what compiled code may use of it.
-from kvcache._args cimport HashSource
-from kvcache._types cimport Key, block_id_t
+from kvcache._types cimport HashSource, Key, block_id_t
 from kvcache.block_store cimport BlockStore, KVCacheBlock
 from kvcache.free_queue cimport FreeKVCacheBlockQueue
 from kvcache.hash_index cimport BlockHashToBlockMap

@@ -28,8 +28,10 @@ from kvcache._args cimport (
     check_hashes,
     new_ids,
     next_digests,
+    no_copy,
     read_key,
 )
+from kvcache._lock cimport kvc_lend, unshared
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
@@ -164,6 +166,7 @@ cdef class BlockPool:
         self.hash_block_size = 1
         self.build(0, False, 0)
 
+    @cython.critical_section
     def __init__(
         self,
         num_gpu_blocks,
@@ -200,9 +203,13 @@ cdef class BlockPool:
         (<object> self).kv_event_queue = []
 
     def __dealloc__(self):
-        self.store.owner = NULL
+        with cython.critical_section(self):
+            self.store.owner = NULL
         PyMem_RawFree(self.scratch)
         kept_free(&self.kept)
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     cdef int build(
         self, block_id_t num_blocks, bint enable_caching, Py_ssize_t kept_block_size
@@ -230,6 +237,7 @@ cdef class BlockPool:
         if self.store is not None:
             self.store.owner = NULL
         store.owner = <PyObject*> self
+        kvc_lend(store.owner)
         self.store, self.free_block_queue = store, queue
         self.cached_block_hash_to_block = index
         self.enable_caching = enable_caching
@@ -242,16 +250,19 @@ cdef class BlockPool:
         return 0
 
     @property
+    @cython.critical_section
     def num_gpu_blocks(self):
         """Number of blocks, the null block included."""
         return self.state.num_blocks
 
     @property
+    @cython.critical_section
     def blocks(self):
         """All blocks by id: a sequence of KVCacheBlock, made as they are asked for."""
         return self.store
 
     @property
+    @cython.critical_section
     def null_block(self):
         """Block 0."""
         if self.state.num_blocks == 0:
@@ -259,20 +270,24 @@ cdef class BlockPool:
         return self.store.view(NULL_BLOCK)
 
     @property
+    @cython.critical_section
     def cached_block_hashes_by_block(self):
         """Further keys of blocks that have several: mapping of id to set of keys."""
         return AliasesByBlock(self.cached_block_hash_to_block)
 
     @property
+    @cython.critical_section
     def _reuse_watchers(self):
         return self.watchers
 
     @property
+    @cython.critical_section
     def keep_tokens(self):
         """Whether the tokens of cached blocks are kept and compared."""
         return self.state.kept != NULL
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes held in C; Python objects are not counted."""
         return (
@@ -407,6 +422,7 @@ cdef class BlockPool:
                 self.cached_block_hash_to_block.append_keys(block, keys, True)
         return 0
 
+    @cython.critical_section
     def get_new_blocks(self, num_blocks):
         """Hand out blocks from the front of the free queue, one reference each.
 
@@ -450,6 +466,7 @@ cdef class BlockPool:
             self.after_get(blocks)
         return blocks
 
+    @cython.critical_section
     def get_new_block_ids(self, n):
         """As `get_new_blocks`; the ids, int32, shape (n,)."""
         cdef list removed = [] if self.enable_kv_cache_events else None
@@ -465,6 +482,7 @@ cdef class BlockPool:
             self.after_get([self.store.view(block) for block in ids.tolist()])
         return ids
 
+    @cython.critical_section
     def free_blocks(self, ordered_blocks):
         """Take back one reference of each block, listed first to be evicted first.
 
@@ -481,6 +499,7 @@ cdef class BlockPool:
         """
         if type(ordered_blocks) is not list:
             ordered_blocks = list(ordered_blocks)
+        ordered_blocks = unshared(ordered_blocks)
         cdef Py_ssize_t n = len(<list> ordered_blocks)
         cdef PyObject** items = PySequence_Fast_ITEMS(<PyObject*> ordered_blocks)
         cdef KVCacheBlock block
@@ -548,6 +567,7 @@ cdef class BlockPool:
                 block.row.ref_cnt -= 1
         return 0
 
+    @cython.critical_section
     def free_block_ids(self, ids):
         """As `free_blocks`, by id: int32, shape (n,); id 0 is skipped."""
         cdef cnp.ndarray array = as_ids(ids)
@@ -557,6 +577,7 @@ cdef class BlockPool:
         if bad >= 0:
             self.refuse(bad, data, OVERFREED)
 
+    @cython.critical_section
     def touch(self, blocks):
         """Add one reference to each block; a free one leaves the free queue.
 
@@ -568,6 +589,7 @@ cdef class BlockPool:
         """
         if type(blocks) is not list:
             blocks = list(blocks)
+        blocks = unshared(blocks)
         cdef Py_ssize_t n = len(<list> blocks)
         cdef block_id_t* ids = self.ids_of(blocks, n)
         cdef Py_ssize_t bad = pool_touch(&self.state, ids, n)
@@ -581,6 +603,7 @@ cdef class BlockPool:
             if not (<KVCacheBlock> block).row.flags & FLAG_NULL:
                 run_hook(self.metrics_collector, "on_block_accessed", block)
 
+    @cython.critical_section
     def touch_block_ids(self, ids):
         """As `touch`, by id: int32, shape (n,); id 0 is skipped."""
         cdef cnp.ndarray array = as_ids(ids)
@@ -592,6 +615,7 @@ cdef class BlockPool:
         if self.metrics_collector is not None:
             self.after_touch([self.store.view(block) for block in array.tolist()])
 
+    @cython.critical_section
     def unpin_blocks(self, blocks, on_reuse):
         """Take back one reference of blocks that stay readable until reused.
 
@@ -615,6 +639,7 @@ cdef class BlockPool:
         for block in held:
             self.watchers[(<KVCacheBlock> block).index] = on_reuse
 
+    @cython.critical_section
     def is_block_writable(self, block):
         """Whether its only user may change a block: one reference, and no hash."""
         cdef KVCacheBlock ours = self.own(block)
@@ -626,6 +651,7 @@ cdef class BlockPool:
 
     # -- look up -----------------------------------------------------------------
 
+    @cython.critical_section
     def get_cached_block(self, block_hash, kv_cache_group_ids):
         """The block cached first under a hash, in each group; None if one misses.
 
@@ -668,6 +694,7 @@ cdef class BlockPool:
                 break
         return done
 
+    @cython.critical_section
     def match_prefix_ids(self, hashes, kv_cache_group_id=0):
         """Ids of the longest cached prefix, int32, shape (n,).
 
@@ -685,6 +712,7 @@ cdef class BlockPool:
         )
         return ids if n == source.count else ids[:n].copy()
 
+    @cython.critical_section
     def match_prefix_tokens(self, tokens, hasher, kv_cache_group_id=0):
         """Ids of the longest cached prefix of a prompt, int32, shape (n,).
 
@@ -724,6 +752,7 @@ cdef class BlockPool:
             )
         return ids if n == count else ids[:n].copy()
 
+    @cython.critical_section
     def match_prefix(self, hashes, kv_cache_group_ids):
         """The longest prefix cached in every group: one list of blocks a group.
 
@@ -795,6 +824,7 @@ cdef class BlockPool:
         """The block, which is this pool's or one made by hand, as in vLLM's tests."""
         return self.cached_block_hash_to_block.accepted(block)
 
+    @cython.critical_section
     def cache_full_blocks(
         self,
         request,
@@ -936,6 +966,7 @@ cdef class BlockPool:
         if stored is not None:
             self.emit(stored)
 
+    @cython.critical_section
     def cache_partial_block(
         self,
         request,
@@ -1020,6 +1051,7 @@ cdef class BlockPool:
             self.emit(stored)
         return name
 
+    @cython.critical_section
     def cache_block_ids(self, ids, hashes, kv_cache_group_id=0):
         """Cache blocks by id under block hashes; id 0 is skipped with its hash.
 
@@ -1066,6 +1098,7 @@ cdef class BlockPool:
         if stored is not None:
             self.emit(stored)
 
+    @cython.critical_section
     def cache_block_tokens(
         self, ids, tokens, hasher, num_cached_blocks=0, kv_cache_group_id=0
     ):
@@ -1171,6 +1204,7 @@ cdef class BlockPool:
         if stored is not None:
             self.emit(stored)
 
+    @cython.critical_section
     def emit_cached_block_events(
         self, request, num_cached_blocks, block_size, kv_cache_group_id
     ):
@@ -1214,11 +1248,13 @@ cdef class BlockPool:
             clear_hash(block.row)
         return 0
 
+    @cython.critical_section
     def _remove_cached_block_hashes(self, block):
         cdef list removed = []
         self.drop_hashes(self.cacheable(block), removed)
         return removed
 
+    @cython.critical_section
     def _insert_block_hash(self, block_hash_with_group_id, block, num_tokens):
         """Register a key for a block, as vLLM's managers do.
 
@@ -1238,6 +1274,7 @@ cdef class BlockPool:
             raise MemoryError("cannot cache one more block")
         self.write_hash(ours, &key, tokens)
 
+    @cython.critical_section
     def move_block_hashes(self, src_block, dst_block):
         """Give a block's keys to another one, which holds a copy of its content.
 
@@ -1272,6 +1309,7 @@ cdef class BlockPool:
         if tokens_kept:
             kept_move(self.state.kept, self.state.rows, src.index, dst.index)
 
+    @cython.critical_section
     def _maybe_evict_cached_block(self, block):
         """Take a block's content out of the cache; whether it was in there."""
         cdef KVCacheBlock ours = self.cacheable(block)
@@ -1282,6 +1320,7 @@ cdef class BlockPool:
             run_hook(self.metrics_collector, "on_block_evicted", ours)
         return bool(removed)
 
+    @cython.critical_section
     def evict_blocks(self, block_ids):
         """Take blocks' content out of the cache; a free block stays where it stands.
 
@@ -1313,6 +1352,7 @@ cdef class BlockPool:
 
     evict_block_ids = evict_blocks
 
+    @cython.critical_section
     def reset_prefix_cache(self):
         """Forget all cached content, for instance when the weights have changed.
 
@@ -1342,16 +1382,19 @@ cdef class BlockPool:
 
     # -- state -------------------------------------------------------------------
 
+    @cython.critical_section
     def get_num_free_blocks(self):
         """Number of free blocks: what `get_new_blocks` can hand out."""
         return self.state.queue.num_free
 
+    @cython.critical_section
     def get_usage(self):
         """Share of the blocks, the null block aside, that is in use: 0.0 to 1.0."""
         if self.state.num_blocks <= 1:
             return 0.0
         return 1.0 - self.state.queue.num_free / <double> (self.state.num_blocks - 1)
 
+    @cython.critical_section
     def take_events(self):
         """The events since the last call, oldest first; [] if they are off."""
         if not self.enable_kv_cache_events:
@@ -1360,6 +1403,7 @@ cdef class BlockPool:
         (<object> self).kv_event_queue = []
         return events
 
+    @cython.critical_section
     def check(self):
         """Prove every invariant of the pool, in O(n).
 

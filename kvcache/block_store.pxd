@@ -19,6 +19,7 @@ cdef class BlockStore:
     cdef bint tail_unlinked         # fake tail's prev_free_block was set to None
     cdef object __weakref__
 
+    cdef void tear_down(self) noexcept
     cdef KVCacheBlock view(self, block_id_t index)
     cdef int reserve(self, Py_ssize_t extra) except -1
     cdef int adopt(self, KVCacheBlock block) except -1

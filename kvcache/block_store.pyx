@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache._args cimport as_int, read_key
+from kvcache._args cimport as_int, no_copy, read_key
+from kvcache._lock cimport kvc_try_incref
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
@@ -116,6 +117,14 @@ cdef class BlockStore:
         self.rows[ANCHOR].next_free_block = ANCHOR
 
     def __dealloc__(self):
+        with cython.critical_section(self):
+            self.tear_down()
+
+    def __reduce__(self):
+        raise no_copy(self)
+
+    cdef void tear_down(self) noexcept:
+        """Give live views rows of their own, and the memory back."""
         cdef block_id_t i
         # Leaving blocks a row of their own makes objects, which could run the
         # collector, and that any code, while the store is half gone.
@@ -136,6 +145,7 @@ cdef class BlockStore:
             PyGC_Enable()
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes held in C: the rows, and 8 a block once views were asked for."""
         cdef size_t size = (<size_t> self.num_blocks + 2) * sizeof(BlockMeta)
@@ -143,6 +153,7 @@ cdef class BlockStore:
             size += <size_t> self.num_blocks * sizeof(PyObject*)
         return size
 
+    @cython.critical_section
     def as_array(self):
         """The rows as a read-only structured array, shape (num_blocks,), no copy.
 
@@ -163,9 +174,11 @@ cdef class BlockStore:
         PyArray_CLEARFLAGS(array, NPY_ARRAY_WRITEABLE)
         return array
 
+    @cython.critical_section
     def __len__(self):
         return self.num_blocks
 
+    @cython.critical_section
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self.view(i) for i in range(*index.indices(self.num_blocks))]
@@ -179,19 +192,23 @@ cdef class BlockStore:
         for i in range(self.num_blocks):
             yield self.view(i)
 
+    @cython.critical_section
     def __reversed__(self):
         return reversed(self[:])
 
+    @cython.critical_section
     def __contains__(self, block):
         return type(block) is KVCacheBlock and (
             (<KVCacheBlock> block).store == <PyObject*> self
             and not (<KVCacheBlock> block).is_end()
         )
 
+    @cython.critical_section
     def count(self, block):
         """1 if the block is one of these, else 0."""
         return int(block in self)
 
+    @cython.critical_section
     def index(self, block):
         """Where the block stands, which is its id.
 
@@ -293,9 +310,11 @@ cdef class Loose:
 
 cdef object borrowed(PyObject* thing):
     """What a borrowed pointer names, or None if it is gone or just being torn down."""
-    if thing == NULL or Py_REFCNT(thing) == 0:
+    if thing == NULL or not kvc_try_incref(thing):
         return None
-    return <object> thing
+    found = <object> thing
+    Py_DECREF(found)
+    return found
 
 
 cdef KVCacheBlock new_block(block_id_t block_id):
@@ -335,6 +354,7 @@ cdef class KVCacheBlock:
         PyObject_GC_UnTrack(<void*> self)
         self.row = &blank
 
+    @cython.critical_section
     def __init__(
         self,
         block_id,
@@ -364,6 +384,9 @@ cdef class KVCacheBlock:
         if pool is not None and not PyObject_GC_IsTracked(<PyObject*> self):
             PyObject_GC_Track(<PyObject*> self)
 
+    def __reduce__(self):
+        raise no_copy(self)
+
     cdef bint is_end(self) noexcept:
         """Whether this is the fake head or tail of a queue."""
         return self.store != NULL and self.index == ANCHOR
@@ -376,16 +399,19 @@ cdef class KVCacheBlock:
         return 0
 
     @property
+    @cython.critical_section
     def block_id(self):
         """Id of the block; writable on a hand-made block that is in no queue."""
         return self.id
 
     @block_id.setter
+    @cython.critical_section
     def block_id(self, value):
         self.require_loose("block_id")
         self.id = as_int(value, "block_id", -2**31, 2**31 - 1)
 
     @property
+    @cython.critical_section
     def ref_cnt(self):
         """Number of users.
 
@@ -395,6 +421,7 @@ cdef class KVCacheBlock:
         return self.row.ref_cnt
 
     @ref_cnt.setter
+    @cython.critical_section
     def ref_cnt(self, value):
         cdef Py_ssize_t new = as_int(value, "ref_cnt", 0, MAX_REF_CNT)
         if self.loose is None and (new == 0 or self.row.ref_cnt == 0):
@@ -405,16 +432,19 @@ cdef class KVCacheBlock:
         self.row.ref_cnt = <int> new
 
     @property
+    @cython.critical_section
     def is_null(self):
         """Whether this is a null block, which holds no content."""
         return bool(self.row.flags & FLAG_NULL)
 
     @is_null.setter
+    @cython.critical_section
     def is_null(self, value):
         self.require_loose("is_null")
         self.row.flags = FLAG_NULL if value else 0
 
     @property
+    @cython.critical_section
     def pool(self):
         """The block's pool, or None once it is gone."""
         if self.loose is not None:
@@ -424,6 +454,7 @@ cdef class KVCacheBlock:
         return borrowed((<BlockStore> self.store).owner)
 
     @property
+    @cython.critical_section
     def block_hash(self):
         """Primary key of the cached content: digest + 4-byte group id, or None."""
         if self.row.block_hash_len == 0:
@@ -431,10 +462,12 @@ cdef class KVCacheBlock:
         return (<char*> self.row.block_hash)[: self.row.block_hash_len]
 
     @property
+    @cython.critical_section
     def _block_hash(self):
         return self.block_hash
 
     @_block_hash.setter
+    @cython.critical_section
     def _block_hash(self, value):
         # vLLM's dataclass has this as a plain field, and its tests set it.
         cdef Key key
@@ -445,6 +478,7 @@ cdef class KVCacheBlock:
             self.set_block_hash(value)
 
     @property
+    @cython.critical_section
     def block_hash_num_tokens(self):
         """Prefix tokens that `block_hash` covers, or None."""
         if self.row.block_hash_num_tokens == NO_NUM_TOKENS:
@@ -452,9 +486,11 @@ cdef class KVCacheBlock:
         return self.row.block_hash_num_tokens
 
     @property
+    @cython.critical_section
     def _block_hash_num_tokens(self):
         return self.block_hash_num_tokens
 
+    @cython.critical_section
     def set_block_hash(self, block_hash, num_tokens=None):
         """Set the hash field alone, as in vLLM; no lookup answers with it.
 
@@ -478,6 +514,7 @@ cdef class KVCacheBlock:
         self.row.block_hash_len = <unsigned char> key.length
         self.row.block_hash_num_tokens = tokens
 
+    @cython.critical_section
     def reset_hash(self):
         """Drop the hash, and on a pool's block every entry that names the block."""
         index = None
@@ -511,7 +548,7 @@ cdef class KVCacheBlock:
         if link != ANCHOR:
             return store.view(link)
         me = store.tail if forward else store.head
-        return None if me == NULL else <object> me
+        return borrowed(me)
 
     cdef int set_neighbour(self, bint forward, object block) except -1:
         if block is not None and type(block) is not KVCacheBlock:
@@ -533,23 +570,28 @@ cdef class KVCacheBlock:
         return 0
 
     @property
+    @cython.critical_section
     def prev_free_block(self):
         """The block before this one in its free queue, or None."""
         return self.neighbour(False)
 
     @prev_free_block.setter
+    @cython.critical_section
     def prev_free_block(self, block):
         self.set_neighbour(False, block)
 
     @property
+    @cython.critical_section
     def next_free_block(self):
         """The block after this one in its free queue, or None."""
         return self.neighbour(True)
 
     @next_free_block.setter
+    @cython.critical_section
     def next_free_block(self, block):
         self.set_neighbour(True, block)
 
+    @cython.critical_section
     def _fields(self):
         before, after = self.neighbour(False), self.neighbour(True)
         return (
@@ -562,6 +604,7 @@ cdef class KVCacheBlock:
             self.is_null,
         )
 
+    @cython.critical_section
     def __eq__(self, other):
         if self is other:
             return True
@@ -569,6 +612,7 @@ cdef class KVCacheBlock:
             return NotImplemented
         return self._fields() == (<KVCacheBlock> other)._fields()
 
+    @cython.critical_section
     def __repr__(self):
         block_id, ref_cnt, block_hash, num_tokens, before, after, _ = self._fields()
         return (

@@ -9,7 +9,8 @@ Threads: none of this is locked; the GIL or the caller's lock guards it.
 cimport cython
 from cpython.object cimport PyObject
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport kvc_lend
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.block_store cimport new_block
 
@@ -35,6 +36,7 @@ cdef class FreeKVCacheBlockQueue:
         self.store = BlockStore()
         self.adopt_ends()
 
+    @cython.critical_section
     def __init__(self, blocks):
         if self.queue.num_free:
             raise ValueError("the queue is already made")
@@ -42,9 +44,13 @@ cdef class FreeKVCacheBlockQueue:
 
     def __dealloc__(self):
         # Both ends may outlive the queue; they then stand alone.
-        self.store.head = self.store.tail = NULL
-        for end in (self.fake_free_list_head, self.fake_free_list_tail):
-            self.store.abandon(end)
+        with cython.critical_section(self):
+            self.store.head = self.store.tail = NULL
+            for end in (self.fake_free_list_head, self.fake_free_list_tail):
+                self.store.abandon(end)
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     @staticmethod
     cdef FreeKVCacheBlockQueue for_pool(BlockStore store):
@@ -68,6 +74,8 @@ cdef class FreeKVCacheBlockQueue:
             end.store = <PyObject*> self.store
         self.store.head = <PyObject*> self.fake_free_list_head
         self.store.tail = <PyObject*> self.fake_free_list_tail
+        kvc_lend(self.store.head)
+        kvc_lend(self.store.tail)
         return 0
 
     cdef int check_own(self) except -1:
@@ -111,10 +119,12 @@ cdef class FreeKVCacheBlockQueue:
         return made
 
     @property
+    @cython.critical_section
     def num_free_blocks(self):
         """Length of the queue."""
         return self.queue.num_free
 
+    @cython.critical_section
     def popleft(self):
         """Remove and return the first block.
 
@@ -126,6 +136,7 @@ cdef class FreeKVCacheBlockQueue:
             raise NoFreeBlocksError("No free blocks available")
         return self.take(self.queue.rows[ANCHOR].next_free_block)
 
+    @cython.critical_section
     def popleft_n(self, n):
         """Remove and return the first n blocks.
 
@@ -143,6 +154,7 @@ cdef class FreeKVCacheBlockQueue:
             self.take(self.queue.rows[ANCHOR].next_free_block) for _ in range(count)
         ]
 
+    @cython.critical_section
     def remove(self, block):
         """Remove a block from wherever it stands in the queue.
 
@@ -158,10 +170,12 @@ cdef class FreeKVCacheBlockQueue:
             raise ValueError(f"block {ours.id} is not in this queue")
         self.take(ours.index)
 
+    @cython.critical_section
     def append(self, block):
         """Put a block at the back."""
         self.append_n([block])
 
+    @cython.critical_section
     def append_n(self, blocks):
         """Put blocks at the back, in the order given.
 
@@ -174,6 +188,7 @@ cdef class FreeKVCacheBlockQueue:
         for block in self.adopt_all(blocks):
             queue_push_back(&self.queue, block.index)
 
+    @cython.critical_section
     def prepend_n(self, blocks):
         """Put blocks at the front; the first of them becomes the first of all.
 
@@ -185,10 +200,12 @@ cdef class FreeKVCacheBlockQueue:
             queue_insert_after(&self.queue, at, block.index)
             at = block.index
 
+    @cython.critical_section
     def get_all_free_blocks(self):
         """The blocks from front to back."""
         return list(self.iter_blocks_after(None))
 
+    @cython.critical_section
     def iter_blocks_after(self, cursor):
         """Iterate over the blocks behind `cursor`, or over all if it is None.
 

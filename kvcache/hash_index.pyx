@@ -16,7 +16,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcpy, memset
 
-from kvcache._args cimport as_int, read_key
+from kvcache._args cimport as_int, no_copy, read_key
+from kvcache._lock cimport kvc_lend
 from kvcache._memory cimport allocate, kvc_prefetch, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
@@ -528,8 +529,12 @@ cdef class BlockHashToBlockMap:
 
     def __dealloc__(self):
         if self.store is not None:
-            self.store.map = NULL
+            with cython.critical_section(self):
+                self.store.map = NULL
         index_free(&self.index)
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     @staticmethod
     cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching):
@@ -544,9 +549,11 @@ cdef class BlockHashToBlockMap:
             )
         made.store = store
         store.map = <PyObject*> made
+        kvc_lend(store.map)
         return made
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes held in C."""
         cdef size_t size = <size_t> self.index.num_slots * sizeof(Slot)
@@ -690,6 +697,7 @@ cdef class BlockHashToBlockMap:
                 self.forget(-k)
         return keys
 
+    @cython.critical_section
     def _drop_block(self, block_id):
         """Remove every entry that names a pool's block, and clear its hash."""
         index_drop_block(
@@ -697,6 +705,7 @@ cdef class BlockHashToBlockMap:
             <block_id_t> as_int(block_id, "block_id", 0, self.index.num_rows - 1),
         )
 
+    @cython.critical_section
     def _aliases_of(self, block_id):
         """Further keys of a pool's block, as a set."""
         cdef list keys = []
@@ -707,6 +716,7 @@ cdef class BlockHashToBlockMap:
         )
         return set(keys)
 
+    @cython.critical_section
     def _aliased_blocks(self):
         """Ids of the pool's blocks that have further keys."""
         cdef int32_t k
@@ -717,6 +727,7 @@ cdef class BlockHashToBlockMap:
             and self.index.side[k].block != FOREIGN
         }
 
+    @cython.critical_section
     def get_one_block(self, key):
         """The block that was cached first under a key, or None."""
         cdef Key wanted
@@ -724,6 +735,7 @@ cdef class BlockHashToBlockMap:
         cdef int32_t entry = index_find(&self.index, &wanted)
         return self.block_of(entry) if entry else None
 
+    @cython.critical_section
     def contain(self, key, block_id):
         """Whether a key names the block id."""
         cdef Key wanted
@@ -731,6 +743,7 @@ cdef class BlockHashToBlockMap:
         cdef Py_ssize_t block = as_int(block_id, "block_id", -2**31, 2**31)
         return self.find_block(&wanted, block) != 0
 
+    @cython.critical_section
     def insert(self, key, block):
         """Add a block under a key; the block's own hash field stays as it is.
 
@@ -749,6 +762,7 @@ cdef class BlockHashToBlockMap:
             # As in a dict, the new block takes the place of the one with its id.
             self.replace(entry, &wanted, ours)
 
+    @cython.critical_section
     def pop(self, key, block_id):
         """Remove the entry of a key that names the block id; that block, or None."""
         cdef Key wanted
@@ -762,5 +776,6 @@ cdef class BlockHashToBlockMap:
         self.forget(entry)
         return block
 
+    @cython.critical_section
     def __len__(self):
         return self.index.num_keys

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "kvcache"
 
 # Floors from the ground up; a room is a module or a package of `kvcache`.
 HOUSE = {
-    "words": ["_types", "_memory", "_args", "errors", "events", "metrics"],
+    "words": ["_types", "_memory", "_lock", "_args", "errors", "events", "metrics"],
     "structures": ["block_store", "free_queue", "hash_index", "hashing"],
     "allocators": [
         "block_pool",
@@ -42,6 +42,7 @@ LONGER = {
     "pool_state.pxd": "likewise",
     "manager/kv_cache_manager.pyx": "vLLM's manager is one class, alone and by step",
     "manager/manager_state.pxd": "the structs and primitives that all parts share",
+    "prefix_caching/block_table.pyx": "vLLM's whole class",
     "prefix_caching/blocks.pyx": "both kinds of block know each other's fields",
     "prefix_caching/interfaces.py": "three interfaces, with every method's contract",
     "prefix_caching/naive_block_allocator.pyx": "vLLM's whole class",

@@ -46,30 +46,40 @@ def test_docstring_examples_do_what_they_show() -> None:
     assert failed == 0
 
 
-def test_the_cython_example_compiles_against_the_installed_package_and_runs(
+def test_the_cython_and_the_cpp_example_run_against_the_installed_package(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("Cython")
-    [example] = fenced("cython")
-    (tmp_path / "example.pyx").write_text(example)
+    pytest.importorskip("setuptools")
+    [cython], [cpp] = fenced("cython"), fenced("cpp")
+    assert max(cython.count("\n"), cpp.count("\n")) <= 15
+    (tmp_path / "in_cython.pyx").write_text(cython)
+    (tmp_path / "in_cpp.cpp").write_text(
+        cpp
+        + textwrap.dedent("""
+            static PyMethodDef methods[] = {
+                {"churn", churn, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+            static PyModuleDef module = {
+                PyModuleDef_HEAD_INIT, "in_cpp", NULL, -1, methods,
+                NULL, NULL, NULL, NULL};
+            PyMODINIT_FUNC PyInit_in_cpp() { return PyModule_Create(&module); }
+        """)
+    )
     (tmp_path / "setup.py").write_text(
         textwrap.dedent("""
-            import numpy
+            import kvcache
             from Cython.Build import cythonize
             from setuptools import Extension, setup
 
-            setup(
-                ext_modules=cythonize(
-                    Extension(
-                        "example", ["example.pyx"], include_dirs=[numpy.get_include()]
-                    )
-                )
-            )
+            include = [kvcache.get_include()]
+            in_cpp = Extension("in_cpp", ["in_cpp.cpp"], include_dirs=include)
+            setup(ext_modules=cythonize(["in_cython.pyx"]) + [in_cpp])
         """)
     )
     program = (
-        "import example; from kvcache import BlockPool; pool = BlockPool(20, True, 16);"
-        "example.churn(pool, 1000); pool.check();"
+        "import in_cpp, in_cython; from kvcache import BlockPool;"
+        "pool = BlockPool(20, True, 16);"
+        "in_cython.churn(pool, 1000); in_cpp.churn(pool); pool.check();"
         "assert pool.get_num_free_blocks() == 19"
     )
     for command in (["setup.py", "-q", "build_ext", "--inplace"], ["-c", program]):

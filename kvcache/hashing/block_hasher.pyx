@@ -15,7 +15,8 @@ from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache.hashing.blocks cimport (
     MAX_BLOCK_SIZE,
     checked_parent,
@@ -51,6 +52,7 @@ cdef class BlockHasher:
         self.block_size = 1  # a divisor, even if __init__ never runs
         self.hashes = []
 
+    @cython.critical_section
     def __init__(
         self,
         block_size,
@@ -76,12 +78,17 @@ cdef class BlockHasher:
     def __dealloc__(self):
         PyMem_RawFree(self.tokens)
 
+    def __reduce__(self):
+        raise no_copy(self)
+
     @property
+    @cython.critical_section
     def block_hashes(self):
         """The hashes of all full blocks: one list, which grows and shrinks."""
         return self.hashes
 
     @property
+    @cython.critical_section
     def token_ids(self):
         """The tokens, int64, shape (num_tokens,), a copy."""
         cdef cnp.npy_intp shape = self.num_tokens
@@ -93,10 +100,12 @@ cdef class BlockHasher:
         return ids
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes of the tokens kept."""
         return self.capacity * sizeof(int64_t)
 
+    @cython.critical_section
     def append(self, tokens):
         """Add tokens at the end.
 
@@ -129,6 +138,7 @@ cdef class BlockHasher:
         self.num_tokens = count
         return fresh
 
+    @cython.critical_section
     def truncate(self, num_tokens):
         """Keep the first num_tokens tokens.
 
@@ -226,6 +236,7 @@ cdef class RequestBlockHasher:
     def __cinit__(self):
         self.hash_block_size = 1  # a divisor, even if __init__ never runs
 
+    @cython.critical_section
     def __init__(self, hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0):
         self.hash_block_size = as_int(
             hash_block_size, "hash_block_size", 1, MAX_BLOCK_SIZE
@@ -236,6 +247,10 @@ cdef class RequestBlockHasher:
         self.compiled = compiled_form(caching_hash_fn)
         self.caching_hash_fn = caching_hash_fn
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def __call__(self, request, /):
         """Hashes of the request's full blocks that it has none for, a list of bytes.
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvcache._lock cimport unshared
+
 cnp.import_array()
 
 cdef extern from "Python.h":
@@ -64,6 +66,7 @@ cdef object as_tokens(object tokens, TokenSource* source):
 
 cdef object _from_items(object items, TokenSource* source):
     """A list or tuple, copied into memory that a bytes object owns."""
+    items = unshared(items)
     # Reading exact ints runs no foreign code, so the sequence stays as it is.
     cdef Py_ssize_t count = PySequence_Fast_GET_SIZE(items)
     cdef object memory = PyBytes_FromStringAndSize(NULL, count * sizeof(int64_t))

@@ -18,7 +18,8 @@
 
 #define KVC_API_MAJOR 1
 #define KVC_API_MINOR 0
-#define KVC_CAPSULE "kvcache.capi.API"
+#define KVC_MODULE "kvcache.capi"
+#define KVC_CAPSULE KVC_MODULE ".API"
 
 #ifdef __cplusplus
 extern "C" {
@@ -147,7 +148,13 @@ typedef struct kvc_api {
 /* The table, once kvcache is importable; NULL and an ImportError else, also if the one
  * installed has another major version than this header, or an older minor one. */
 static inline const kvc_api *kvc_import(void) {
-    const kvc_api *api = (const kvc_api *)PyCapsule_Import(KVC_CAPSULE, 0);
+    const kvc_api *api;
+    PyObject *module = PyImport_ImportModule(KVC_MODULE);
+    if (module == NULL) {
+        return NULL;
+    }
+    Py_DECREF(module);
+    api = (const kvc_api *)PyCapsule_Import(KVC_CAPSULE, 0);
     if (api == NULL) {
         return NULL;
     }

@@ -1,5 +1,4 @@
 # The block tables of a manager.
-cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
 from kvcache.manager.manager_state cimport Group
@@ -13,4 +12,4 @@ cdef class BlockTables(Requests):
     cdef int check_unshared(self, int32_t row, int64_t num_tokens) except -1
     cdef int check_window(self, int32_t row, int64_t num_tokens) except -1
     cdef Py_ssize_t table_bytes(self) noexcept
-    cdef cnp.ndarray row_view(self, Py_ssize_t g, int32_t row)
+    cdef object row_view(self, Py_ssize_t g, int32_t row)

@@ -12,6 +12,7 @@ from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport int32_t, int64_t
 
 from kvcache._args cimport as_ids, as_int, new_ids
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES, group_suffix
 from kvcache.manager.calls cimport manager_slot_mapping, manager_take_changed_rows
@@ -142,7 +143,7 @@ cdef class BlockTables(Requests):
             as_int(group_id, "kv_cache_group_id", 0, self.state.num_groups - 1)
         ]
 
-    cdef cnp.ndarray row_view(self, Py_ssize_t g, int32_t row):
+    cdef object row_view(self, Py_ssize_t g, int32_t row):
         """A group's blocks of a request, int32, without a copy."""
         cdef Group* group = &self.state.groups[g]
         cdef cnp.npy_intp shape = group.rows[row].num_blocks
@@ -186,6 +187,7 @@ cdef class BlockTables(Requests):
                     )
         return 0
 
+    @cython.critical_section
     def set_num_computed_tokens(self, row, num_tokens):
         """Have a request compute its last tokens again.
 
@@ -206,6 +208,7 @@ cdef class BlockTables(Requests):
         progress.num_computed = <int32_t> count
         request.num_in_flight = min(request.num_in_flight, <int32_t> count)
 
+    @cython.critical_section
     def truncate(self, row, num_tokens):
         """Take back a request's last tokens, for instance drafts that were rejected.
 
@@ -241,10 +244,12 @@ cdef class BlockTables(Requests):
         request.matched = False
         request.hit_length = 0
 
+    @cython.critical_section
     def num_computed_tokens(self, row):
         """How many of them are computed, or will be by the steps under way."""
         return self.state.progress[self.find_row(row)].num_computed
 
+    @cython.critical_section
     def set_in_flight(self, row, num_tokens):
         """Say how many of the computed tokens are in steps still under way.
 
@@ -265,6 +270,7 @@ cdef class BlockTables(Requests):
             total += self.state.requests[row].hash_capacity * MAX_DIGEST_BYTES
         return total + self.state.max_requests * a_row
 
+    @cython.critical_section
     def block_ids(self, row, kv_cache_group_id=0):
         """A request's block ids in a group, int32, shape (n,), read-only, not a copy.
 
@@ -275,6 +281,7 @@ cdef class BlockTables(Requests):
         self.group(kv_cache_group_id)
         return self.row_view(kv_cache_group_id, at)
 
+    @cython.critical_section
     def block_table(self, kv_cache_group_id=0):
         """A group's table, int32, shape (max_num_requests, n), read-only, not a copy.
 
@@ -289,16 +296,19 @@ cdef class BlockTables(Requests):
         cnp.PyArray_CLEARFLAGS(array, cnp.NPY_ARRAY_WRITEABLE)
         return array
 
+    @cython.critical_section
     def num_blocks(self, row, kv_cache_group_id=0):
         """Number of blocks in a request's table row, null blocks included."""
         return self.group(kv_cache_group_id).rows[self.find_row(row)].num_blocks
 
+    @cython.critical_section
     def take_changed_rows(self):
         """Rows whose tables changed since the last call, int32, in order of change."""
         cdef cnp.ndarray rows = new_ids(self.state.num_changed)
         manager_take_changed_rows(&self.state, <int32_t*> cnp.PyArray_DATA(rows))
         return rows
 
+    @cython.critical_section
     def slot_mapping(self, rows, num_new_tokens, kv_cache_group_id=0):
         """Where the KV values of a step's tokens go: block id * block size + offset.
 
@@ -340,6 +350,7 @@ cdef class BlockTables(Requests):
         )
         return mapping
 
+    @cython.critical_section
     def occupancy(self):
         """(blocks in use, slots of theirs that hold computed tokens), of all groups.
 

@@ -19,6 +19,7 @@ from math import lcm
 import numpy as np
 
 from kvcache._args cimport as_ids, as_int, new_ids
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
 from kvcache.manager.block_caching cimport to_be_cached
 from kvcache.manager.calls cimport manager_match, manager_preempt
@@ -86,6 +87,7 @@ cdef class KVCacheManager(BlockTables):
         self.groups, self.no_blocks = (), ()
         self.state.pool = &self.block_pool.state
 
+    @cython.critical_section
     def __init__(
         self,
         num_blocks,
@@ -198,6 +200,7 @@ cdef class KVCacheManager(BlockTables):
 
     # -- match and allocate ------------------------------------------------------
 
+    @cython.critical_section
     def match(self, row, max_length=None):
         """Find the longest prefix of a request that is cached in every group.
 
@@ -223,6 +226,7 @@ cdef class KVCacheManager(BlockTables):
             raise BlockStateError(f"request {row} is running")
         return manager_match(&self.state, at, limit)
 
+    @cython.critical_section
     def allocate_slots(
         self,
         row,
@@ -331,6 +335,7 @@ cdef class KVCacheManager(BlockTables):
             )
         return 0
 
+    @cython.critical_section
     def allocate_step(self, rows, num_new_tokens, *, num_lookahead_tokens=0):
         """Give the running requests of a step their slots, in order.
 
@@ -401,6 +406,7 @@ cdef class KVCacheManager(BlockTables):
             progress.step = step
         return 0
 
+    @cython.critical_section
     def cache_blocks(self, row, num_computed_tokens):
         """Cache a request's full blocks, for instance once a connector has filled them.
 
@@ -427,12 +433,14 @@ cdef class KVCacheManager(BlockTables):
 
     # -- finish ------------------------------------------------------------------
 
+    @cython.critical_section
     def free(self, row):
         """A request is done: its blocks go back, last ones first; the row is vacant."""
         cdef int32_t at = self.find_row(row)
         give_back(&self.state, at)
         self.forget(at)
 
+    @cython.critical_section
     def preempt(self, row):
         """Take a running request's blocks; it waits, and computes its tokens again.
 
@@ -444,6 +452,7 @@ cdef class KVCacheManager(BlockTables):
             raise BlockStateError(f"request {row} is not running")
         manager_preempt(&self.state, at)
 
+    @cython.critical_section
     def pop_block_ids(self, row):
         """A request is done, but its blocks are still read: they stay in use.
 
@@ -467,6 +476,7 @@ cdef class KVCacheManager(BlockTables):
         self.forget(at)
         return popped
 
+    @cython.critical_section
     def fork(self, row):
         """A request that continues a running one: beams, or several samples.
 
@@ -545,6 +555,7 @@ cdef class KVCacheManager(BlockTables):
         note_change(&self.state, child)
         return child, np.array(copies, np.int32).reshape(-1, 2)
 
+    @cython.critical_section
     def evict_blocks(self, block_ids):
         """Take blocks' content out of the cache; see `BlockPool.evict_blocks`.
 
@@ -555,6 +566,7 @@ cdef class KVCacheManager(BlockTables):
         for row in range(self.state.max_requests):
             self.state.progress[row].idle_until = 0
 
+    @cython.critical_section
     def reset_prefix_cache(self):
         """Forget all cached content; whether it was done: not while blocks are used."""
         if not self.block_pool.reset_prefix_cache():
@@ -565,15 +577,18 @@ cdef class KVCacheManager(BlockTables):
     # -- state -------------------------------------------------------------------
 
     @property
+    @cython.critical_section
     def usage(self):
         """Share of the pool's blocks that is in use: 0.0 to 1.0."""
         return self.block_pool.get_usage()
 
+    @cython.critical_section
     def take_prefix_cache_stats(self):
         """The statistics since the last call."""
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
         return stats
 
+    @cython.critical_section
     def take_events(self):
         """The pool's events since the last call, oldest first; [] if they are off."""
         events = self.block_pool.take_events()
@@ -587,10 +602,12 @@ cdef class KVCacheManager(BlockTables):
         return events
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes held in C, the pool's included, as far as they are reserved."""
         return self.block_pool.nbytes + self.table_bytes()
 
+    @cython.critical_section
     def check(self):
         """Prove every invariant of the manager and its pool, in O(n).
 

@@ -1,5 +1,4 @@
 # The requests of a manager.
-cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
 from kvcache.manager.manager_state cimport ManagerState
@@ -18,7 +17,7 @@ cdef class Requests:
     cdef int grow(self, int32_t row, object tokens, Py_ssize_t count) except -1
     cdef int cut(self, int32_t row, int64_t num_tokens) except -1
     cdef int32_t find_row(self, object row) except -1
-    cdef cnp.ndarray as_rows(self, object rows)
+    cdef object as_rows(self, object rows)
     cdef int add_hashes(self, int32_t row, object hashes) except -1
     cdef int32_t vacant_row(self, int64_t num_tokens) except -1
     cdef object content_of(self, int32_t row)

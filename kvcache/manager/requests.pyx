@@ -12,7 +12,8 @@ from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
-from kvcache._args cimport as_ids, as_int
+from kvcache._args cimport as_ids, as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.hashing.block_hasher cimport BlockHasher
 from kvcache.manager.manager_state cimport Content, Progress, Request, lazily
@@ -53,6 +54,9 @@ cdef class Requests:
         PyMem_RawFree(self.state.took)
         PyMem_RawFree(self.state.vacant)
 
+    def __reduce__(self):
+        raise no_copy(self)
+
     cdef int make_rows(self, Py_ssize_t count) except -1:
         """Memory for so many requests."""
         cdef Py_ssize_t i
@@ -88,7 +92,7 @@ cdef class Requests:
         self.check_row(i)
         return <int32_t> i
 
-    cdef cnp.ndarray as_rows(self, object rows):
+    cdef object as_rows(self, object rows):
         """Rows of requests as int32, checked."""
         cdef cnp.ndarray array = as_ids(rows)
         cdef int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
@@ -97,6 +101,7 @@ cdef class Requests:
             self.check_row(data[i])
         return array
 
+    @cython.critical_section
     def add_request(
         self,
         tokens=None,
@@ -197,6 +202,7 @@ cdef class Requests:
         self.contents[row] = self.hashers[row] = None
         return 0
 
+    @cython.critical_section
     def append(self, row, tokens=None, *, num_tokens=None, hashes=()):
         """Add tokens that a request has generated, or those of a next turn.
 
@@ -271,6 +277,7 @@ cdef class Requests:
         self.content_of(row).truncate(num_tokens, content.num_hashes)
         return 0
 
+    @cython.critical_section
     def append_step(self, rows, tokens):
         """Add one token to each of several requests; all made with tokens.
 
@@ -308,11 +315,13 @@ cdef class Requests:
                 self.cut(data[i], self.state.content[data[i]].num_tokens - 1)
             raise
 
+    @cython.critical_section
     def num_tokens(self, row):
         """Number of a request's tokens that are known."""
         return self.state.content[self.find_row(row)].num_tokens
 
     @property
+    @cython.critical_section
     def num_requests(self):
         """Number of requests, waiting ones included."""
         return self.state.max_requests - self.state.num_vacant

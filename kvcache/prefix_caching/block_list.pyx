@@ -6,6 +6,9 @@ appended to through this list; after a swap `update` reads them all again.
 Costs: O(1) a block; the ids of a whole sequence are there without a walk.
 Threads: the GIL makes each call atomic.
 """
+cimport cython
+from kvcache._args cimport no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache.errors import BlockStateError
 
 
@@ -33,9 +36,14 @@ cdef class BlockList:
     def __cinit__(self, *args, **kwargs):
         self.reset()
 
+    @cython.critical_section
     def __init__(self, blocks):
         self.update(blocks)
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def update(self, blocks):
         """Put these blocks in place of all that are there."""
         cdef list new_blocks = list(blocks)
@@ -75,31 +83,39 @@ cdef class BlockList:
             raise IndexError(f"there is no block {index} in a list of {count}")
         return index if index >= 0 else index + count
 
+    @cython.critical_section
     def append(self, new_block):
         """Put a block behind the last."""
         self.add(new_block)
 
+    @cython.critical_section
     def append_token_ids(self, block_index, token_ids):
         """Append tokens to one block, whose physical id may change by that."""
         self.add_tokens(self.place(block_index), token_ids)
 
+    @cython.critical_section
     def __len__(self):
         return len(self._blocks)
 
+    @cython.critical_section
     def __getitem__(self, block_index):
         return self._blocks[self.place(block_index)]
 
+    @cython.critical_section
     def __setitem__(self, block_index, new_block):
         self.put(self.place(block_index), new_block)
 
+    @cython.critical_section
     def reset(self):
         """Hold no blocks."""
         self._blocks, self._block_ids = [], []
 
+    @cython.critical_section
     def list(self):
         """The blocks: the list itself, to be read only."""
         return self._blocks
 
+    @cython.critical_section
     def ids(self):
         """The physical ids: the list itself, to be read only."""
         return self._block_ids

@@ -7,7 +7,9 @@ are the null block.
 Costs: O(1) a block and what the allocator takes; a token appended touches one block.
 Threads: the GIL makes each call atomic, where the allocator is kvcache's.
 """
-from kvcache._args cimport as_int
+cimport cython
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.blocks cimport NO_ROW, BlockOwner, TokenBlock
 from kvcache.prefix_caching.null_block cimport NullBlock
@@ -51,6 +53,7 @@ cdef class BlockTable:
         TypeError, ValueError: An argument is of the wrong type or range.
     """
 
+    @cython.critical_section
     def __init__(
         self, block_size, block_allocator, _blocks=None, max_block_sliding_window=None
     ):
@@ -65,6 +68,9 @@ cdef class BlockTable:
         self._num_full_slots = 0
         for block in self._blocks._blocks:
             self._num_full_slots += num_tokens_in(block, self._block_size)
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     @staticmethod
     def get_num_required_blocks(token_ids, block_size, num_lookahead_slots=0):
@@ -81,6 +87,7 @@ cdef class BlockTable:
 
     # -- take blocks -----------------------------------------------------------------
 
+    @cython.critical_section
     def allocate(self, token_ids, device=GPU, extra_hash=None):
         """Take blocks for the first tokens of a sequence; full ones may be cached ones.
 
@@ -135,6 +142,7 @@ cdef class BlockTable:
             blocks.append(block)
         return blocks
 
+    @cython.critical_section
     def update(self, blocks):
         """Put blocks in place of the table's, which hold the same tokens; or the same
         blocks after a swap, to read their ids again.
@@ -209,6 +217,7 @@ cdef class BlockTable:
             raise
         return 0
 
+    @cython.critical_section
     def ensure_num_empty_slots(self, num_empty_slots, extra_hash=None):
         """Have that many slots behind the last token, in new blocks of the GPU's.
 
@@ -224,6 +233,7 @@ cdef class BlockTable:
 
     # -- append ----------------------------------------------------------------------
 
+    @cython.critical_section
     def append_token_ids(
         self,
         token_ids,
@@ -298,6 +308,7 @@ cdef class BlockTable:
 
     # -- fork and free ---------------------------------------------------------------
 
+    @cython.critical_section
     def fork(self):
         """A second table with the same tokens in the same physical blocks.
 
@@ -322,6 +333,7 @@ cdef class BlockTable:
         )
         return forked
 
+    @cython.critical_section
     def free(self):
         """Give all blocks back; the table is empty then, and can be used again.
 
@@ -340,36 +352,44 @@ cdef class BlockTable:
     # -- look ------------------------------------------------------------------------
 
     @property
+    @cython.critical_section
     def physical_block_ids(self):
         """Ids of the blocks, in order: the table's own list, to be read only."""
         return self._blocks._block_ids
 
     @property
+    @cython.critical_section
     def blocks(self):
         """The blocks, in order: the table's own list, to be read only."""
         return self._blocks._blocks
 
     @property
+    @cython.critical_section
     def num_full_slots(self):
         """Number of tokens in the table, those of dropped blocks included."""
         return self._num_full_slots
 
     @property
+    @cython.critical_section
     def _num_empty_slots(self):
         self.require_allocated()
         return len(self._blocks._blocks) * self._block_size - self._num_full_slots
 
     @property
+    @cython.critical_section
     def _is_allocated(self):
         return len(self._blocks._blocks) > 0
 
+    @cython.critical_section
     def _get_all_token_ids(self):
         return [token for block in self._blocks._blocks for token in block.token_ids]
 
+    @cython.critical_section
     def get_unseen_token_ids(self, sequence_token_ids):
         """Those tokens of the whole sequence that are not in the table yet."""
         return sequence_token_ids[self._num_full_slots :]
 
+    @cython.critical_section
     def get_num_blocks_touched_by_append_slots(self, token_ids, num_lookahead_slots):
         """Number of blocks that appending these tokens and slots would write to.
 

@@ -20,7 +20,8 @@ from libc.string cimport memcpy
 
 import builtins
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport unshared
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.prefix_hash cimport (
     copy_small_tokens,
@@ -51,10 +52,15 @@ cdef class BlockOwner:
     def __cinit__(self, *args, **kwargs):
         self.ids = BlockIds(())
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def get_num_total_blocks(self):
         """Number of physical blocks."""
         return self.ids.count
 
+    @cython.critical_section
     def get_physical_block_id(self, absolute_id):
         """Place of a block's id among the ids in ascending order, from 0 on. O(1).
 
@@ -64,6 +70,7 @@ cdef class BlockOwner:
         return self.ids.row_of(absolute_id)
 
     @property
+    @cython.critical_section
     def all_block_ids(self):
         """The ids, a frozenset."""
         return self.ids.as_frozenset()
@@ -100,6 +107,9 @@ cdef class TokenBlock:
                 (<TokenBlock> block).prev = NULL
             Py_DECREF(<object> block)
             block = before
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     cdef void belong_to(self, object allocator) noexcept:
         self.allocator = allocator
@@ -140,6 +150,7 @@ cdef class TokenBlock:
     cdef int fill(self, object token_ids) except -1:
         """Put the first tokens into a block that nobody else knows yet."""
         cdef Py_ssize_t n
+        token_ids = unshared(token_ids)
         if PyList_CheckExact(token_ids) or PyTuple_CheckExact(token_ids):
             n = len(token_ids)
             self.make_room(n)
@@ -160,6 +171,7 @@ cdef class TokenBlock:
         self.has_digest = source.has_digest
         self.extra, self.extra_bytes = source.extra, source.extra_bytes
 
+    @cython.critical_section
     def __repr__(self):
         return (
             f"{type(self).__name__}(block_id={self.block_id},"
@@ -167,6 +179,7 @@ cdef class TokenBlock:
         )
 
     @property
+    @cython.critical_section
     def block_id(self):
         """Id of the physical block, or None.
 
@@ -176,6 +189,7 @@ cdef class TokenBlock:
         return None if self.id == NO_BLOCK_ID else self.id
 
     @block_id.setter
+    @cython.critical_section
     def block_id(self, value):
         if self.owner != NULL:
             raise BlockStateError(
@@ -187,31 +201,37 @@ cdef class TokenBlock:
         )
 
     @property
+    @cython.critical_section
     def _allocator(self):
         return self.allocator
 
     @property
+    @cython.critical_section
     def block_size(self):
         """Number of tokens that a full block has."""
         return self.size
 
     @property
+    @cython.critical_section
     def token_ids(self):
         """The tokens, a new list."""
         cdef Py_ssize_t i
         return [self.tokens[i] for i in range(self.num_tokens)]
 
     @property
+    @cython.critical_section
     def num_empty_slots(self):
         """How many more tokens fit."""
         return self.size - self.num_tokens
 
     @property
+    @cython.critical_section
     def is_full(self):
         """Whether no more tokens fit."""
         return self.num_tokens == self.size
 
     @property
+    @cython.critical_section
     def prev_block(self):
         """The block before this one in its sequence, or None."""
         return None if self.prev == NULL else <object> self.prev
@@ -252,6 +272,7 @@ cdef class NaiveBlock(TokenBlock):
             too many tokens.
     """
 
+    @cython.critical_section
     def __init__(
         self,
         prev_block,
@@ -272,6 +293,7 @@ cdef class NaiveBlock(TokenBlock):
         self.cow_target = _cow_target
         self.fill(token_ids)
 
+    @cython.critical_section
     def append_token_ids(self, token_ids):
         """Put tokens behind those in it; if others share the block, into a copy.
 
@@ -296,34 +318,41 @@ cdef class NaiveBlock(TokenBlock):
             )
 
     @property
+    @cython.critical_section
     def computed(self):
         """Raises NotImplementedError: there is no cache to have it computed."""
         raise NotImplementedError("a naive block is in no cache")
 
     @computed.setter
+    @cython.critical_section
     def computed(self, value):
         raise NotImplementedError("a naive block is in no cache")
 
     @property
+    @cython.critical_section
     def last_accessed(self):
         """Raises NotImplementedError: there is no cache to evict it from."""
         raise NotImplementedError("a naive block is in no cache")
 
     @last_accessed.setter
+    @cython.critical_section
     def last_accessed(self, last_accessed_ts):
         raise NotImplementedError("a naive block is in no cache")
 
     @property
+    @cython.critical_section
     def num_tokens_total(self):
         """Raises NotImplementedError, as vLLM's does."""
         raise NotImplementedError("a naive block does not count the tokens before it")
 
     @property
+    @cython.critical_section
     def extra_hash(self):
         """None: a naive block has no hash."""
         return None
 
     @property
+    @cython.critical_section
     def content_hash(self):
         """None: a naive block has no hash."""
         return None
@@ -350,6 +379,7 @@ cdef class PrefixCachingBlock(TokenBlock):
 
     _none_hash = prefix_hash.NONE_HASH
 
+    @cython.critical_section
     def __init__(
         self,
         prev_block,
@@ -440,6 +470,7 @@ cdef class PrefixCachingBlock(TokenBlock):
         self.has_digest = True
         return 0
 
+    @cython.critical_section
     def append_token_ids(self, token_ids):
         """Put tokens behind those in it; a block that is full then can be shared.
 
@@ -480,20 +511,24 @@ cdef class PrefixCachingBlock(TokenBlock):
             self.block_id = self.allocator.promote_to_immutable_block(self)
 
     @property
+    @cython.critical_section
     def computed(self):
         """Whether its KV values were there when it was allocated."""
         return self.is_computed
 
     @computed.setter
+    @cython.critical_section
     def computed(self, value):
         self.is_computed = value
 
     @property
+    @cython.critical_section
     def last_accessed(self):
         """When it was last used, in the caller's clock; -1 if that was never said."""
         return self.accessed
 
     @last_accessed.setter
+    @cython.critical_section
     def last_accessed(self, last_accessed_ts):
         cdef double when = last_accessed_ts
         if isnan(when):
@@ -501,16 +536,19 @@ cdef class PrefixCachingBlock(TokenBlock):
         self.accessed = when
 
     @property
+    @cython.critical_section
     def num_tokens_total(self):
         """Number of tokens from the start of the sequence to the end of this block."""
         return self.total
 
     @property
+    @cython.critical_section
     def extra_hash(self):
         """What identifies the content besides the tokens, an int or None."""
         return self.extra
 
     @property
+    @cython.critical_section
     def content_hash(self):
         """The hash of the tokens up to the end of this block, an int of 128 bits.
 

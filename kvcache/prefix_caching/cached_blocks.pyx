@@ -10,6 +10,8 @@ Threads: the GIL makes each call of an allocator atomic.
 cimport cython
 from cpython.mem cimport PyMem_RawFree
 
+from kvcache._args cimport no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._memory cimport allocate
 from kvcache._types cimport ANCHOR, FLAG_INDEXED, NO_NUM_TOKENS, Key, is_linked
 from kvcache.hash_index cimport (
@@ -231,16 +233,22 @@ cdef class AllocatorEvictor:
     def __cinit__(self, CachedBlocks blocks not None):
         self.blocks = blocks
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def __contains__(self, block_id):
         cdef block_id_t row = self.blocks.ids.find(block_id)
         return row != NO_ROW and heap_contains(&self.blocks.heap, row)
 
     @property
+    @cython.critical_section
     def num_blocks(self):
         """How many there are."""
         return self.blocks.heap.count
 
     @property
+    @cython.critical_section
     def free_table(self):
         """What is known of each, by block id, in the order in which they were freed."""
         cdef EvictionHeap* heap = &self.blocks.heap
@@ -255,6 +263,7 @@ cdef class AllocatorEvictor:
             )
         return table
 
+    @cython.critical_section
     def refuse(self, *args, **kwargs):
         """Raises ValueError: these blocks change through their allocator alone."""
         raise ValueError("these blocks change through their allocator alone")

@@ -5,9 +5,11 @@ Invariant: no id is on both devices; a swap moves all its blocks or none.
 Costs: a call to the device's allocator and 50 ns; a swap O(1) a block.
 Threads: the GIL makes each call atomic, where both allocators are kvcache's.
 """
+cimport cython
 from types import MappingProxyType
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.block_ids cimport BlockIds
 from kvcache.prefix_caching.blocks cimport BlockOwner, TokenBlock
@@ -81,6 +83,9 @@ cdef class CpuGpuBlockAllocator:
     cdef object null
     cdef readonly dict _swap_mapping
 
+    def __reduce__(self):
+        raise no_copy(self)
+
     @staticmethod
     def create(allocator_type, num_gpu_blocks, num_cpu_blocks, block_size):
         """An allocator of either kind; the GPU's ids start at 0, the CPU's behind them.
@@ -111,6 +116,7 @@ cdef class CpuGpuBlockAllocator:
             )
         return CpuGpuBlockAllocator(cpu, gpu)
 
+    @cython.critical_section
     def __init__(self, cpu_block_allocator, gpu_block_allocator):
         if self.gpu is not None:
             raise ValueError("the allocator is already made")
@@ -119,6 +125,7 @@ cdef class CpuGpuBlockAllocator:
         self._swap_mapping = {}
 
     @property
+    @cython.critical_section
     def _allocators(self):
         return MappingProxyType({CPU: self.cpu, GPU: self.gpu})
 
@@ -150,6 +157,7 @@ cdef class CpuGpuBlockAllocator:
 
     # -- allocate and free -----------------------------------------------------------
 
+    @cython.critical_section
     def allocate_mutable_block(self, prev_block, device, extra_hash=None):
         """A new block without tokens on a device, behind another of its sequence.
 
@@ -158,6 +166,7 @@ cdef class CpuGpuBlockAllocator:
         """
         return self.on(device).allocate_mutable_block(prev_block, extra_hash=extra_hash)
 
+    @cython.critical_section
     def allocate_immutable_block(self, prev_block, token_ids, device, extra_hash=None):
         """A full block on a device, a cached one where there is one.
 
@@ -168,6 +177,7 @@ cdef class CpuGpuBlockAllocator:
             prev_block, token_ids, extra_hash=extra_hash
         )
 
+    @cython.critical_section
     def allocate_immutable_blocks(
         self, prev_block, block_token_ids, device, extra_hash=None
     ):
@@ -180,6 +190,7 @@ cdef class CpuGpuBlockAllocator:
             prev_block, block_token_ids, extra_hash=extra_hash
         )
 
+    @cython.critical_section
     def allocate_blocks(self, prev_block, block_token_ids, device, extra_hash=None):
         """As `allocate_immutable_blocks`, but the last list may have fewer tokens.
 
@@ -190,6 +201,7 @@ cdef class CpuGpuBlockAllocator:
         if allocate is not None:
             return allocate(prev_block, block_token_ids, extra_hash)
 
+    @cython.critical_section
     def allocate_or_get_null_block(self):
         """The null block, one an allocator; the first call takes a block of the GPU.
 
@@ -200,6 +212,7 @@ cdef class CpuGpuBlockAllocator:
             self.null = NullBlock(self.gpu.allocate_mutable_block(None))
         return self.null
 
+    @cython.critical_section
     def free(self, block):
         """Take back a block, on whichever device it is; a null block stays.
 
@@ -210,6 +223,7 @@ cdef class CpuGpuBlockAllocator:
         if not isinstance(block, NullBlock):
             self.owner_of(block).free(block)
 
+    @cython.critical_section
     def fork(self, last_block, num_blocks=None):
         """New blocks of a sequence that shares all physical blocks of another.
 
@@ -229,6 +243,7 @@ cdef class CpuGpuBlockAllocator:
 
     # -- swap ------------------------------------------------------------------------
 
+    @cython.critical_section
     def swap(self, blocks, src_device, dst_device):
         """Give blocks of one device physical blocks of the other.
 
@@ -276,12 +291,14 @@ cdef class CpuGpuBlockAllocator:
         self._swap_mapping.update(mapping)
         return mapping
 
+    @cython.critical_section
     def get_and_reset_swaps(self):
         """Pairs (old id, new id) of all swaps since the last call."""
         swaps = list(self._swap_mapping.items())
         self._swap_mapping.clear()
         return swaps
 
+    @cython.critical_section
     def get_num_full_blocks_touched(self, blocks, device):
         """How many free blocks swapping these to a device takes for the full ones."""
         return self.on(device).get_num_full_blocks_touched(
@@ -290,30 +307,37 @@ cdef class CpuGpuBlockAllocator:
 
     # -- the GPU's prefix cache ------------------------------------------------------
 
+    @cython.critical_section
     def clear_copy_on_writes(self):
         """The copies to make on the GPU: pairs (from, to) since the last call."""
         return self.gpu.clear_copy_on_writes()
 
+    @cython.critical_section
     def mark_blocks_as_accessed(self, block_ids, now):
         """Note that blocks of the GPU were used at the time `now`."""
         return self.gpu.mark_blocks_as_accessed(block_ids, now)
 
+    @cython.critical_section
     def mark_blocks_as_computed(self, block_ids):
         """Note that the content of every block filled so far on the GPU is there."""
         return self.gpu.mark_blocks_as_computed(block_ids)
 
+    @cython.critical_section
     def get_common_computed_block_ids(self, computed_seq_block_ids):
         """The longest prefix of ids that all lists have, empty lists left out."""
         return self.gpu.get_common_computed_block_ids(computed_seq_block_ids)
 
+    @cython.critical_section
     def find_cached_blocks_prefix(self, block_hashes, device=GPU):
         """The leading hashes whose blocks are cached on a device, and computed."""
         return self.on(device).find_cached_blocks_prefix(block_hashes)
 
+    @cython.critical_section
     def get_prefix_cache_hit_rate(self, device):
         """Hits / queries on a device, from 0 to 1; -1 where nothing is cached."""
         return self.on(device).get_prefix_cache_hit_rate()
 
+    @cython.critical_section
     def reset_prefix_cache(self, device=None):
         """Forget what is cached on a device, or on both.
 
@@ -327,14 +351,17 @@ cdef class CpuGpuBlockAllocator:
 
     # -- state -----------------------------------------------------------------------
 
+    @cython.critical_section
     def get_num_free_blocks(self, device):
         """Number of blocks of a device that can be taken."""
         return self.on(device).get_num_free_blocks()
 
+    @cython.critical_section
     def get_num_total_blocks(self, device):
         """Number of physical blocks of a device."""
         return self.on(device).get_num_total_blocks()
 
+    @cython.critical_section
     def get_physical_block_id(self, device, absolute_id):
         """Place of an id among the device's ids in ascending order, from 0 on.
 
@@ -344,6 +371,7 @@ cdef class CpuGpuBlockAllocator:
         return self.on(device).get_physical_block_id(absolute_id)
 
     @property
+    @cython.critical_section
     def all_block_ids(self):
         """The ids of both devices, a frozenset made anew."""
         return self.gpu.all_block_ids | self.cpu.all_block_ids

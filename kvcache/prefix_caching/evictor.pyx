@@ -10,7 +10,8 @@ cimport cython
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_Check
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS, block_id_t
 from kvcache.prefix_caching.eviction_heap cimport (
     EvictionEntry,
@@ -114,6 +115,7 @@ cdef class BlockMetaData:
         )
         self.last_accessed = as_time(last_accessed)
 
+    @cython.critical_section
     def __eq__(self, other):
         if not isinstance(other, BlockMetaData):
             return NotImplemented
@@ -121,6 +123,7 @@ cdef class BlockMetaData:
             other.content_hash, other.num_hashed_tokens, other.last_accessed
         )
 
+    @cython.critical_section
     def __repr__(self):
         return (
             f"BlockMetaData(content_hash={self.content_hash},"
@@ -128,6 +131,7 @@ cdef class BlockMetaData:
             f" last_accessed={self.last_accessed})"
         )
 
+    @cython.critical_section
     def __reduce__(self):
         return BlockMetaData, (
             self.content_hash, self.num_hashed_tokens, self.last_accessed
@@ -158,6 +162,9 @@ cdef class LRUEvictor:
     def __dealloc__(self):
         heap_free(&self.heap)
 
+    def __reduce__(self):
+        raise no_copy(self)
+
     cdef block_id_t row_of(self, object block_id) except -1:
         row = self.rows.get(as_int(block_id, "block_id", INT64_MIN, INT64_MAX))
         if row is None:
@@ -185,15 +192,18 @@ cdef class LRUEvictor:
                     self.heap.entries[row].row = row
         return 0
 
+    @cython.critical_section
     def __contains__(self, block_id):
         return block_id in self.rows
 
     @property
+    @cython.critical_section
     def num_blocks(self):
         """How many blocks could be evicted."""
         return self.heap.count
 
     @property
+    @cython.critical_section
     def free_table(self):
         """Read-only mapping of block id to `BlockMetaData`, in the order of adding.
 
@@ -213,10 +223,12 @@ cdef class LRUEvictor:
         return MappingProxyType(table)
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Bytes of C memory; the ids and hashes are Python's ints beside it."""
         return heap_nbytes(&self.heap)
 
+    @cython.critical_section
     def add(self, block_id, content_hash, num_hashed_tokens, last_accessed):
         """Take in a block that nobody uses any more.
 
@@ -247,6 +259,7 @@ cdef class LRUEvictor:
         self.hashes[row] = content
         heap_add(&self.heap, row, id, num_tokens, time)
 
+    @cython.critical_section
     def update(self, block_id, last_accessed):
         """Set when the content of a block was last accessed.
 
@@ -257,6 +270,7 @@ cdef class LRUEvictor:
         cdef double time = as_time(last_accessed)
         heap_update(&self.heap, self.row_of(block_id), time)
 
+    @cython.critical_section
     def remove(self, block_id):
         """Take out a block whose content is used again.
 
@@ -265,6 +279,7 @@ cdef class LRUEvictor:
         """
         self.take(self.row_of(block_id))
 
+    @cython.critical_section
     def evict(self):
         """Take out the block to go: (block id, content hash).
 
@@ -284,6 +299,7 @@ cdef class LRUEvictor:
         self.heap.entries[self.heap.count].row = row
         return block_id, content_hash
 
+    @cython.critical_section
     def check(self):
         """Prove every invariant in O(n); for tests.
 

@@ -8,6 +8,7 @@ Threads: the GIL makes each call atomic.
 """
 cimport cython
 
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._args cimport as_int
 
 
@@ -32,6 +33,7 @@ cdef class CacheMetricData:
 
     __hash__ = None
 
+    @cython.critical_section
     def __init__(
         self,
         num_completed_blocks=0,
@@ -63,10 +65,12 @@ cdef class CacheMetricData:
         self.num_incompleted_block_hit = hits
         self.block_size = size
 
+    @cython.critical_section
     def query(self, bint hit):
         """Count one query."""
         self.note(hit)
 
+    @cython.critical_section
     def get_hit_rate(self):
         """Hits / queries, from 0 to 1; 0 before the first query."""
         cdef double before = <double> self.num_completed_blocks * self.block_size
@@ -87,11 +91,13 @@ cdef class CacheMetricData:
             self.block_size,
         )
 
+    @cython.critical_section
     def __eq__(self, other):
         if type(other) is not CacheMetricData:
             return NotImplemented
         return self.fields() == (<CacheMetricData> other).fields()
 
+    @cython.critical_section
     def __repr__(self):
         return (
             f"CacheMetricData(num_completed_blocks={self.num_completed_blocks}, "
@@ -102,5 +108,6 @@ cdef class CacheMetricData:
             f"block_size={self.block_size})"
         )
 
+    @cython.critical_section
     def __reduce__(self):
         return CacheMetricData, self.fields()

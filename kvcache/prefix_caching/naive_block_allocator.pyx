@@ -9,6 +9,7 @@ Costs: O(1) a block. Threads: the GIL makes each call atomic.
 cimport cython
 
 from kvcache._args cimport as_int
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport ANCHOR, MAX_BLOCKS, MAX_REF_CNT, BlockMeta, is_linked
 from kvcache.block_store cimport BlockStore
 from kvcache.free_queue cimport queue_insert_after, queue_push_back, queue_unlink
@@ -65,6 +66,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         # Whatever happens to __init__, what follows finds an allocator of no blocks.
         self.build(0, 1, None)
 
+    @cython.critical_section
     def __init__(
         self, create_block, num_blocks, block_size, block_ids=None, block_pool=None
     ):
@@ -110,6 +112,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         self.copies = CopyOnWriteTracker(self.counter.as_readonly())
         return 0
 
+    @cython.critical_section
     def __repr__(self):
         return (
             f"{type(self).__name__}({self.queue.num_free} of {self.ids.count}"
@@ -243,6 +246,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     # -- allocate and free -------------------------------------------------------
 
+    @cython.critical_section
     def allocate_mutable_block(self, prev_block, extra_hash=None, device=None):
         """A new block without tokens, behind another one of its sequence.
 
@@ -257,6 +261,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         refuse_device(device)
         return self.allocate(prev_block, ((),))[0]
 
+    @cython.critical_section
     def allocate_immutable_block(
         self, prev_block, token_ids, extra_hash=None, device=None
     ):
@@ -264,6 +269,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         refuse_device(device)
         return self.allocate(prev_block, (token_ids,))[0]
 
+    @cython.critical_section
     def allocate_immutable_blocks(
         self, prev_block, block_token_ids, extra_hash=None, device=None
     ):
@@ -275,6 +281,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         refuse_device(device)
         return self.allocate(prev_block, block_token_ids)
 
+    @cython.critical_section
     def allocate_blocks(self, prev_block, block_token_ids, extra_hash=None):
         """As `allocate_immutable_blocks`, which takes shorter lists of tokens too."""
         return self.allocate(prev_block, block_token_ids)
@@ -312,6 +319,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
             raise
         return 0
 
+    @cython.critical_section
     def free(self, block, keep_block_object=False):
         """Take back a block's reference to its physical block.
 
@@ -329,6 +337,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         if self.objects is not None and not keep_block_object:
             self.objects.free_block(block)
 
+    @cython.critical_section
     def free_block_id(self, block_id):
         """Take back one reference to a physical block, given by its id.
 
@@ -345,6 +354,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         else:
             self.return_row(row)
 
+    @cython.critical_section
     def fork(self, last_block, num_blocks=None):
         """New blocks of a sequence that shares all physical blocks of another.
 
@@ -390,6 +400,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     # -- copy-on-write, swap -----------------------------------------------------
 
+    @cython.critical_section
     def cow_block_if_not_appendable(self, block):
         """Have a block hold a physical one that it may write to.
 
@@ -419,15 +430,18 @@ cdef class NaiveBlockAllocator(BlockOwner):
         self.drop_row(row)
         return self.ids.id_of(copy)
 
+    @cython.critical_section
     def clear_copy_on_writes(self):
         """The copies to make: pairs (source id, destination id) since the last call."""
         return self.copies.clear_cows()
 
+    @cython.critical_section
     def check_swap_out(self, blocks):
         """Raise what `swap_out` would raise, and change nothing."""
         self.check_open()
         check_held_once(list(blocks), self)
 
+    @cython.critical_section
     def swap_out(self, blocks):
         """Take back the references of blocks whose content moves elsewhere.
 
@@ -441,6 +455,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
         for block in held:
             self.give_back(block, self.held_row(block))
 
+    @cython.critical_section
     def check_swap_in(self, blocks):
         """Raise what `swap_in` would raise once they are out, and change nothing."""
         cdef list waiting = list(blocks)
@@ -454,6 +469,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
             raise ValueError("a block is listed more than once")
         self.require_free(len(waiting))
 
+    @cython.critical_section
     def swap_in(self, blocks):
         """Have blocks that hold no physical one hold one of this allocator's.
 
@@ -474,52 +490,64 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     # -- what only a cache has ---------------------------------------------------
 
+    @cython.critical_section
     def promote_to_immutable_block(self, block):
         """Raises NotImplementedError: there is no cache to share it through."""
         raise NotImplementedError("a naive block is in no cache")
 
+    @cython.critical_section
     def mark_blocks_as_accessed(self, block_ids, now):
         """Nothing: there is no cache."""
 
+    @cython.critical_section
     def mark_blocks_as_computed(self, block_ids):
         """Nothing: there is no cache."""
 
+    @cython.critical_section
     def get_common_computed_block_ids(self, computed_seq_block_ids):
         """[]: nothing is cached."""
         return []
 
+    @cython.critical_section
     def find_cached_blocks_prefix(self, block_hashes):
         """[]: nothing is cached."""
         return []
 
+    @cython.critical_section
     def get_prefix_cache_hit_rate(self):
         """-1: there is no cache."""
         return -1
 
+    @cython.critical_section
     def reset_prefix_cache(self):
         """True: there is nothing to forget."""
         return True
 
     # -- state -------------------------------------------------------------------
 
+    @cython.critical_section
     def get_num_full_blocks_touched(self, blocks):
         """How many physical blocks swapping these in takes for the full ones."""
         return len({id(block) for block in blocks if block.is_full})
 
+    @cython.critical_section
     def get_num_free_blocks(self):
         """Number of blocks that nobody uses."""
         return self.queue.num_free
 
     @property
+    @cython.critical_section
     def refcounter(self):
         """Counts the references to each block."""
         return self.counter
 
     @property
+    @cython.critical_section
     def _refcounter(self):
         return self.counter
 
     @property
+    @cython.critical_section
     def _free_block_indices(self):
         cdef list found = []
         cdef block_id_t row = self.queue.rows[ANCHOR].next_free_block
@@ -528,6 +556,7 @@ cdef class NaiveBlockAllocator(BlockOwner):
             row = self.queue.rows[row].next_free_block
         return found
 
+    @cython.critical_section
     def check(self):
         """Prove that a block is in the queue if and only if nobody uses it; O(n).
 

@@ -10,7 +10,8 @@ Threads: the GIL makes each call atomic.
 cimport cython
 from cpython.object cimport PyObject
 
-from kvcache._args cimport as_int
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.blocks cimport TokenBlock
 
@@ -37,6 +38,7 @@ cdef class BlockPool:
     def __cinit__(self, *args, **kwargs):
         self.spare = []
 
+    @cython.critical_section
     def __init__(self, block_size, create_block, allocator, pool_size):
         cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
         if not callable(create_block):
@@ -45,10 +47,15 @@ cdef class BlockPool:
         self.block_size, self.create_block = size, create_block
         self.allocator = allocator
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def increase_pool(self):
         """Keep twice as many objects."""
         self.pool_size = 2 * min(self.pool_size, 2**61)
 
+    @cython.critical_section
     def init_block(
         self, prev_block, token_ids, block_size, physical_block_id, extra_hash=None
     ):
@@ -71,6 +78,7 @@ cdef class BlockPool:
         block.__init__(**arguments)
         return block
 
+    @cython.critical_section
     def free_block(self, block):
         """Take an object back; its physical block is the allocator's business."""
         # kvcache's own are made once, and CPython keeps their memory.

@@ -12,6 +12,7 @@ from libc.math cimport isnan
 import logging
 from os.path import commonprefix
 
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport is_linked
 from kvcache.prefix_caching.blocks cimport NO_BLOCK_ID, NO_ROW, TokenBlock, chain_of
 from kvcache.prefix_caching.cached_blocks cimport AllocatorEvictor
@@ -58,6 +59,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         # Whatever happens to __init__, what follows finds an allocator of no blocks.
         self.build(0, 1, None)
 
+    @cython.critical_section
     def __init__(
         self, num_blocks, block_size, block_ids=None, eviction_policy=EvictionPolicy.LRU
     ):
@@ -79,6 +81,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         self.metric_data = CacheMetricData()
         return 0
 
+    @cython.critical_section
     def __repr__(self):
         return (
             f"PrefixCachingBlockAllocator({self.blocks.num_free()} of {self.ids.count}"
@@ -179,6 +182,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         block.hold(self, row)
         return hit
 
+    @cython.critical_section
     def allocate_immutable_block(
         self, prev_block, token_ids, extra_hash=None, device=None
     ):
@@ -198,6 +202,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             prev_block, (token_ids,), extra_hash, device
         )[0]
 
+    @cython.critical_section
     def allocate_immutable_blocks(
         self, prev_block, block_token_ids, extra_hash=None, device=None
     ):
@@ -211,6 +216,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         refuse_device(device)
         return self.allocate_all(prev_block, block_token_ids, extra_hash, False)
 
+    @cython.critical_section
     def allocate_blocks(self, prev_block, block_token_ids, extra_hash=None):
         """As `allocate_immutable_blocks`, but the last list may have fewer tokens.
 
@@ -247,6 +253,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             block.is_computed = self.place(block)
         return blocks
 
+    @cython.critical_section
     def allocate_mutable_block(self, prev_block, extra_hash=None, device=None):
         """A block without tokens, in a physical one of its own.
 
@@ -269,6 +276,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         self.place(block)
         return block
 
+    @cython.critical_section
     def free(self, block, keep_block_object=False):
         """Take back a block's reference to its physical block.
 
@@ -286,6 +294,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         self.blocks.drop(row, (<PrefixCachingBlock> block).total)
         (<PrefixCachingBlock> block).let_go()
 
+    @cython.critical_section
     def fork(self, last_block, num_blocks=None):
         """New blocks of a sequence that shares all physical blocks of another.
 
@@ -331,6 +340,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     # -- promotion, copy-on-write, swap ------------------------------------------
 
+    @cython.critical_section
     def promote_to_immutable_block(self, block):
         """Share a full block's content; blocks do it themselves as they become full.
 
@@ -346,6 +356,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         self.promote(block)
         return block.block_id
 
+    @cython.critical_section
     def cow_block_if_not_appendable(self, block):
         """Have a block hold a physical one that it may write to; blocks do it too.
 
@@ -362,14 +373,17 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         self.make_writable(block)
         return block.block_id
 
+    @cython.critical_section
     def clear_copy_on_writes(self):
         """The copies to make: pairs (source id, destination id) since the last call."""
         return self.blocks.hashless.copies.clear_cows()
 
+    @cython.critical_section
     def check_swap_out(self, blocks):
         """Raise what `swap_out` would raise, and change nothing."""
         check_held_once(list(blocks), self)
 
+    @cython.critical_section
     def swap_out(self, blocks):
         """Take back the references of blocks whose content moves elsewhere.
 
@@ -382,6 +396,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         for block in held:
             self.free(block)
 
+    @cython.critical_section
     def check_swap_in(self, blocks):
         """Raise what `swap_in` would raise once they are out, and change nothing."""
         cdef list waiting = list(blocks)
@@ -394,6 +409,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             raise ValueError("a block is listed more than once")
         self.require_room_for(waiting, False)
 
+    @cython.critical_section
     def swap_in(self, blocks):
         """Have blocks that hold no physical one hold one of this allocator's.
 
@@ -417,6 +433,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     # -- marks -------------------------------------------------------------------
 
+    @cython.critical_section
     def mark_blocks_as_accessed(self, block_ids, now):
         """Note when blocks were used, which decides what is evicted first.
 
@@ -445,6 +462,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         for item in rows:
             self.blocks.mark_accessed(item, when)
 
+    @cython.critical_section
     def mark_blocks_as_computed(self, block_ids):
         """Note that the step is done: what it cached can be skipped from now on.
 
@@ -455,6 +473,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         """
         self.blocks.mark_computed()
 
+    @cython.critical_section
     def block_is_computed(self, block_id):
         """Whether a block's content is cached and computed.
 
@@ -463,6 +482,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         """
         return self.blocks.is_computed(self.ids.row_of(block_id))
 
+    @cython.critical_section
     def get_common_computed_block_ids(self, computed_seq_block_ids):
         """The ids that lists of block ids have in common from their start on.
 
@@ -473,6 +493,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         lists = [ids for ids in computed_seq_block_ids if ids]
         return commonprefix(lists) if lists else []
 
+    @cython.critical_section
     def find_cached_blocks_prefix(self, block_hashes):
         """The leading content hashes whose blocks are cached and computed.
 
@@ -496,6 +517,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     # -- state -------------------------------------------------------------------
 
+    @cython.critical_section
     def is_block_cached(self, block):
         """Whether a full block's content is cached here.
 
@@ -509,6 +531,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             raise BlockStateError(f"{block!r} has no hash")
         return self.cached_row(block) != NO_ROW
 
+    @cython.critical_section
     def get_num_full_blocks_touched(self, blocks):
         """How many free blocks swapping these in takes for the full ones among them.
 
@@ -524,15 +547,18 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
                 count += row == NO_ROW or self.store.rows[row].ref_cnt == 0
         return count
 
+    @cython.critical_section
     def get_num_free_blocks(self, device=None):
         """Number of blocks that nobody uses, cached or not."""
         refuse_device(device)
         return self.blocks.num_free()
 
+    @cython.critical_section
     def get_prefix_cache_hit_rate(self):
         """Share of full blocks that were cached when allocated: 0.0 to 1.0."""
         return self.metric_data.get_hit_rate()
 
+    @cython.critical_section
     def reset_prefix_cache(self):
         """Forget all cached content, for instance when the weights have changed.
 
@@ -548,6 +574,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         return True
 
     @property
+    @cython.critical_section
     def evictor(self):
         """The free blocks that hold content, to look at: see `AllocatorEvictor`."""
         return AllocatorEvictor(self.blocks)
@@ -555,29 +582,36 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
     # What vLLM's tests read; each is made when it is asked for.
 
     @property
+    @cython.critical_section
     def _hashless_allocator(self):
         return self.blocks.hashless
 
     @property
+    @cython.critical_section
     def _refcounter(self):
         return self.blocks.hashless.counter
 
     @property
+    @cython.critical_section
     def _cow_tracker(self):
         return self.blocks.hashless.copies
 
     @property
+    @cython.critical_section
     def _cached_blocks(self):
         return self.blocks.by_hash()
 
     @property
+    @cython.critical_section
     def _touched_blocks(self):
         return self.blocks.touched_ids()
 
     @property
+    @cython.critical_section
     def _block_tracker(self):
         return self.blocks.trackers()
 
+    @cython.critical_section
     def check(self):
         """Prove every invariant of the allocator, in O(n).
 

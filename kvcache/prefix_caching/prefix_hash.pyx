@@ -14,6 +14,7 @@ from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport INT64_MAX, INT64_MIN
 from libc.string cimport memset
 
+from kvcache._lock cimport unshared
 from kvcache._args cimport PyLong_AsLongLongAndOverflow, as_int
 from kvcache._types cimport make_key
 from kvcache.hashing.keyed_hash cimport Keyed, keyed_block
@@ -148,6 +149,7 @@ cdef object exact_tokens(object token_ids):
     """
     cdef Py_ssize_t i
     cdef PyObject** items
+    token_ids = unshared(token_ids)
     if PyList_CheckExact(token_ids) or PyTuple_CheckExact(token_ids):
         items = PySequence_Fast_ITEMS(token_ids)
         for i in range(PySequence_Fast_GET_SIZE(token_ids)):

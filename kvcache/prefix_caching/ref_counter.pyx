@@ -7,6 +7,8 @@ Costs: every operation O(1). Threads: the GIL makes each call atomic.
 """
 cimport cython
 
+from kvcache._args cimport no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_REF_CNT, BlockMeta
 
 from kvcache.errors import BlockStateError
@@ -24,12 +26,16 @@ cdef class RefCounter:
     def __cinit__(self, *args, **kwargs):
         self.ids, self.store = BlockIds(()), BlockStore(0)
 
+    @cython.critical_section
     def __init__(self, all_block_indices):
         if self.ids.count:
             raise ValueError("the counter is already made")
         cdef BlockIds ids = BlockIds(all_block_indices)
         self.store = BlockStore(ids.count)
         self.ids = ids
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     @staticmethod
     cdef RefCounter for_allocator(BlockIds ids, BlockStore store):
@@ -51,6 +57,7 @@ cdef class RefCounter:
         row.ref_cnt += change
         return row.ref_cnt
 
+    @cython.critical_section
     def incr(self, block_id):
         """One reference more; the new count.
 
@@ -59,6 +66,7 @@ cdef class RefCounter:
         """
         return self.add(block_id, 1)
 
+    @cython.critical_section
     def decr(self, block_id):
         """One reference less; the new count.
 
@@ -68,6 +76,7 @@ cdef class RefCounter:
         """
         return self.add(block_id, -1)
 
+    @cython.critical_section
     def get(self, block_id):
         """The count.
 
@@ -76,11 +85,13 @@ cdef class RefCounter:
         """
         return self.store.rows[self.ids.row_of(block_id)].ref_cnt
 
+    @cython.critical_section
     def as_readonly(self):
         """A view that shows the counts and refuses to change them."""
         return ReadOnlyRefCounter(self)
 
     @property
+    @cython.critical_section
     def _refcounts(self):
         cdef int row
         return {
@@ -97,17 +108,24 @@ cdef class ReadOnlyRefCounter:
         refcounter: The `RefCounter`, or what has its `get`.
     """
 
+    @cython.critical_section
     def __init__(self, refcounter):
         self.counter = refcounter
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def incr(self, block_id):
         """Raises ValueError: the view is read-only."""
         raise ValueError(f"cannot count block {block_id} up: the view is read-only")
 
+    @cython.critical_section
     def decr(self, block_id):
         """Raises ValueError: the view is read-only."""
         raise ValueError(f"cannot count block {block_id} down: the view is read-only")
 
+    @cython.critical_section
     def get(self, block_id):
         """The count, as `RefCounter.get`."""
         return self.counter.get(block_id)
@@ -125,9 +143,14 @@ cdef class CopyOnWriteTracker:
     def __cinit__(self, *args, **kwargs):
         self.copies = []
 
+    @cython.critical_section
     def __init__(self, refcounter):
         self.counter = refcounter
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def is_appendable(self, block):
         """Whether a block may be written to: nobody shares its physical block."""
         block_id = block.block_id
@@ -137,6 +160,7 @@ cdef class CopyOnWriteTracker:
         self.copies.append((source, destination))
         return 0
 
+    @cython.critical_section
     def record_cow(self, src_block_id, trg_block_id):
         """Note that one block's content must be copied to another.
 
@@ -147,6 +171,7 @@ cdef class CopyOnWriteTracker:
             raise ValueError(f"cannot copy block {src_block_id} to {trg_block_id}")
         self.record(src_block_id, trg_block_id)
 
+    @cython.critical_section
     def clear_cows(self):
         """The pairs (source id, destination id) since the last call, oldest first."""
         copies, self.copies = self.copies, []

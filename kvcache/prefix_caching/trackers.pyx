@@ -7,7 +7,9 @@ is hashed once.
 Costs: a lookup and what is new; 16-byte hashes as ints, 44 bytes a block.
 Threads: the GIL makes each call atomic, but for what a sequence's own methods do.
 """
-from kvcache._args cimport as_int
+cimport cython
+from kvcache._args cimport as_int, no_copy
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS
 
 from kvcache.errors import BlockStateError
@@ -33,6 +35,7 @@ cdef class ComputedBlocksTracker:
 
     _none_hash = prefix_hash.NONE_HASH
 
+    @cython.critical_section
     def __init__(self, allocator, block_size, enable_caching):
         self._block_size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
         self._enable_caching = enable_caching
@@ -40,6 +43,10 @@ cdef class ComputedBlocksTracker:
         self._seq_id_to_blocks_hashes = {}
         self._seq_id_to_num_tokens_computed = {}
 
+    def __reduce__(self):
+        raise no_copy(self)
+
+    @cython.critical_section
     def get_num_cached_tokens(self, seq):
         """Number of the sequence's first tokens that need not be computed.
 
@@ -81,6 +88,7 @@ cdef class ComputedBlocksTracker:
             self._seq_id_to_num_tokens_computed[seq_id] = num_cached
         return num_cached
 
+    @cython.critical_section
     def remove_seq(self, seq_id):
         """Forget a sequence.
 
@@ -105,15 +113,20 @@ cdef class LastAccessBlocksTracker:
     cdef readonly object _allocator
     cdef readonly dict _seq_last_access
 
+    @cython.critical_section
     def __init__(self, allocator):
         self._allocator = allocator
         self._seq_last_access = {}
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     cdef int check_known(self, object seq_id) except -1:
         if seq_id not in self._seq_last_access:
             raise BlockStateError(f"sequence {seq_id!r} is not tracked")
         return 0
 
+    @cython.critical_section
     def add_seq(self, seq_id):
         """Track a sequence, not used so far.
 
@@ -124,6 +137,7 @@ cdef class LastAccessBlocksTracker:
             raise BlockStateError(f"sequence {seq_id!r} is tracked already")
         self._seq_last_access[seq_id] = None
 
+    @cython.critical_section
     def remove_seq(self, seq_id):
         """Stop tracking a sequence.
 
@@ -133,6 +147,7 @@ cdef class LastAccessBlocksTracker:
         self.check_known(seq_id)
         del self._seq_last_access[seq_id]
 
+    @cython.critical_section
     def update_last_access(self, seq_id, time):
         """Note that a sequence was used, by the caller's clock.
 
@@ -142,6 +157,7 @@ cdef class LastAccessBlocksTracker:
         self.check_known(seq_id)
         self._seq_last_access[seq_id] = time
 
+    @cython.critical_section
     def update_seq_blocks_last_access(self, seq_id, block_ids):
         """Tell the allocator when these blocks of a sequence were used, if they were.
 

@@ -9,12 +9,14 @@ Threads: one at a time.
 """
 # A step is one of vLLM 0.33's scheduler, first come first served, with no limit on the
 # tokens of a step: decode, preempt, admit, then a token for each that ran.
+cimport cython
 from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 import time
 
 from kvcache._args cimport as_int
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.manager.calls cimport manager_append, manager_free, manager_preempt
@@ -63,6 +65,7 @@ cdef class ConcurrentReplay(ReplayedPool):
     cdef int64_t generated_tokens
     cdef int32_t max_running
 
+    @cython.critical_section
     def __init__(
         self,
         num_blocks,
@@ -126,6 +129,7 @@ cdef class ConcurrentReplay(ReplayedPool):
         cdef int64_t more = max(self.output_lengths[arrival] - 1, <int64_t> 0)
         return prompt + min(more, INT64_MAX - prompt)
 
+    @cython.critical_section
     def advance(self, max_steps):
         """Run so many steps, or up to the end.
 
@@ -263,6 +267,7 @@ cdef class ConcurrentReplay(ReplayedPool):
         cdef int64_t used = self.m.pool.num_blocks - 1 - self.m.pool.queue.num_free
         self.peak_blocks = max(self.peak_blocks, used)
 
+    @cython.critical_section
     def result(self):
         """The totals at the end, by the names that `kvcache replay --json` gives them.
 

@@ -11,6 +11,7 @@ from cpython.mem cimport PyMem_RawFree
 
 import hashlib
 
+from kvcache._args cimport no_copy
 from kvcache._memory cimport allocate
 from kvcache._types cimport MAX_BLOCKS, has_hash
 from kvcache.manager.calls cimport NO_MEMORY, manager_add_request, manager_match
@@ -35,6 +36,9 @@ cdef class ReplayedPool:
 
     def __dealloc__(self):
         PyMem_RawFree(self.text)
+
+    def __reduce__(self):
+        raise no_copy(self)
 
     cdef int make(
         self, object num_blocks, object block_size, object num_requests,

@@ -4,10 +4,12 @@ Stores: what `ReplayedPool` does.
 Invariant: between requests no block is in use, so every hit is a free block.
 Costs: O(1) a block; no Python object a request. Threads: one at a time.
 """
+cimport cython
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 import time
 
+from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache.manager.calls cimport manager_free
 from kvcache.replay._pool cimport KEY_BYTES, ReplayedPool
 
@@ -24,9 +26,11 @@ cdef class PoolReplay(ReplayedPool):
         ValueError: An argument is out of range.
     """
 
+    @cython.critical_section
     def __init__(self, num_blocks, block_size, *, record_assignment=True):
         self.make(num_blocks, block_size, 1, INT64_MAX, record_assignment)
 
+    @cython.critical_section
     def run(self, input_lengths, keys, indptr):
         """Run m requests.
 
@@ -81,6 +85,7 @@ cdef class PoolReplay(ReplayedPool):
         self.count_blocks(row, hits)
         return manager_free(self.m, row)
 
+    @cython.critical_section
     def result(self):
         """The totals, by the names that `kvcache replay --json` gives them.
 

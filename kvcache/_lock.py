@@ -1,0 +1,3 @@
+"""What the Python faces lock where there is no GIL; see _lock.pxd."""
+
+LOCK = object()
