@@ -1,4 +1,4 @@
-"""Compiles a loop over kvcache's C surface, to time it without the interpreter.
+"""Compiles loops over kvcache's C surface, to time it without the interpreter.
 
 Stores the module once compiled. Built in a temporary directory against the installed
 package, as a user's own Cython module would be: it needs Cython, setuptools and a C
@@ -20,7 +20,19 @@ from measure import Unavailable
 
 SOURCE = """
 # cython: language_level=3
-from kvcache cimport BlockPool, PoolState, block_id_t, pool_free, pool_get
+from libc.stdint cimport int32_t, uint8_t
+
+from kvcache cimport (
+    BlockPool,
+    KVCacheManager,
+    PoolState,
+    block_id_t,
+    manager_allocate_step,
+    pool_free,
+    pool_get,
+    pool_match,
+    step_ids,
+)
 
 cdef enum:
     MOST = 4096
@@ -38,18 +50,55 @@ def get_and_free(BlockPool pool not None, Py_ssize_t n, Py_ssize_t loops):
             failed += pool_get(state, ids, n) < 0 or pool_free(state, ids, n) >= 0
     if failed:
         raise ValueError(f"{failed} of {loops} rounds failed")
+
+
+def match(BlockPool pool not None, const uint8_t[:, ::1] digests, Py_ssize_t loops):
+    '''Look all digests up, `loops` times, without the GIL.'''
+    cdef PoolState* state = &pool.state
+    cdef block_id_t[MOST] ids
+    cdef Py_ssize_t n = digests.shape[0], length = digests.shape[1], i, found = 0
+    if not 0 < n <= MOST:
+        raise ValueError(f"there must be from 1 to {MOST} digests, got {n}")
+    with nogil:
+        for i in range(loops):
+            found += pool_match(state, &digests[0, 0], length, n, 0, ids)
+    if found != n * loops:
+        raise ValueError(f"{found} of {n * loops} digests were found")
+
+
+def steps(
+    KVCacheManager manager not None,
+    const int32_t[::1] rows,
+    const int32_t[::1] num_new,
+    Py_ssize_t loops,
+):
+    '''So many steps of a manager with one group, and the ids taken, without the GIL.'''
+    cdef int32_t[MOST + 1] starts
+    cdef int32_t[MOST] ids
+    cdef Py_ssize_t n = rows.shape[0], i, served = 0, done
+    if not 0 < n <= MOST or num_new.shape[0] != n:
+        raise ValueError(f"there must be from 1 to {MOST} requests, got {n}")
+    with nogil:
+        for i in range(loops):
+            done = manager_allocate_step(
+                &manager.state, &rows[0], &num_new[0], n, 0, starts
+            )
+            if done == n and starts[n] <= MOST:
+                step_ids(&manager.state, &rows[0], ids)
+                served += done
+    if served != n * loops:
+        raise ValueError(f"{served} of {n * loops} requests were served")
 """
 
 
 @cache
 def compiled() -> ModuleType:
-    """The compiled loop.
+    """The compiled loops.
 
     Raises:
         Unavailable: Cython, setuptools or a C compiler is not there.
     """
     try:
-        import numpy
         from Cython.Build import cythonize
         from setuptools import Distribution, Extension
         from setuptools.command.build_ext import build_ext
@@ -60,9 +109,7 @@ def compiled() -> ModuleType:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kvcache_c_loop.pyx")
         source.write_text(SOURCE)
-        extension = Extension(
-            source.stem, [str(source)], include_dirs=[numpy.get_include()]
-        )
+        extension = Extension(source.stem, [str(source)])
         try:
             with stdout_to(os.devnull):
                 extensions = cythonize([extension], quiet=True)

@@ -58,6 +58,15 @@ def manager_rows(stock: Any) -> list[Row]:
             partial(sides.decode_one_by_one, stock_engine, *args),
         )
 
+    def in_c(work: str, *scattered: bool) -> TimeRow:
+        """The same in compiled code: what is left is what a call from Python costs."""
+        return TimeRow(
+            f"manager: {work}",
+            None,
+            partial(sides.decode_in_c, *scattered),
+            partial(sides.decode_one_by_one, stock_engine, False, *scattered),
+        )
+
     def append(name: str) -> TimeRow:
         return TimeRow(
             f"manager: append_step, {name}",
@@ -77,6 +86,8 @@ def manager_rows(stock: Any) -> list[Row]:
         step("decode, allocate_step, window", None, True),
         step(f"decode, allocate_step, {MANY:,}", None, False, False, MANY),
         step("decode, allocate_step, tokens between", None, *BETWEEN),
+        in_c("decode, allocate_step in C"),
+        in_c("decode, allocate_step in C, scattered", True),
         same("admission of a hit", 30, admit),
         same("admission of a hit, scattered", None, admit, False, True),
         same("admission of a hit, window", None, admit, True),

@@ -18,6 +18,7 @@ from time import perf_counter_ns as clock
 from typing import Any
 
 import numpy as np
+from c_loop import compiled
 from measure import Side
 from pool_sides import BIG_POOL, BLOCK_SIZE, POOL, SEED
 
@@ -350,6 +351,26 @@ def decode_in_one_call(
         return spent
 
     return Side(run, num_requests)
+
+
+def decode_in_c(scattered: bool = False) -> Side:
+    """The same, 16 steps a call of compiled code."""
+    batch = decoding(OurEngine, False, scattered, RUNNING)
+    steps, one = compiled().steps, np.ones(RUNNING, np.int32)
+    manager = batch.engine.manager
+
+    def run(loops: int) -> int:
+        spent = 0
+        for _ in range(loops):
+            rows = np.array(next(batch.steps), np.int32)
+            start = clock()
+            steps(manager, rows, one, BLOCK_SIZE)
+            spent += clock() - start
+            for _ in range(BLOCK_SIZE - 1):
+                next(batch.steps)
+        return spent
+
+    return Side(run, RUNNING * BLOCK_SIZE)
 
 
 def map_slots() -> Side:

@@ -90,6 +90,7 @@ def pool_rows(stock_pool: MakePool) -> list[Row]:
             match_ids,
             True,
         ),
+        against("match_prefix_ids, 2000 hashes, in C", None, match, sides.match_in_c),
         against("match_prefix_ids, 100 hashes, cold", None, match_cold, match_cold_ids),
         same("get_cached_block, one call a hash", 3, sides.get_cached),
         same("touch + free, cached free blocks, n = 100", 20, touch_free),

@@ -134,6 +134,18 @@ def match_ids(scattered: bool = False) -> Side:
     return lookup(pool.match_prefix_ids, [as_rows(digests(0, PREFIX))])
 
 
+def match_in_c(scattered: bool = False) -> Side:
+    pool = half_cached_pool(kvcache.BlockPool, scattered)
+    rows, loop = as_rows(digests(0, PREFIX)), compiled().match
+
+    def run(loops: int) -> int:
+        start = clock()
+        loop(pool, rows, loops)
+        return clock() - start
+
+    return Side(run, len(rows))
+
+
 def match_cold_by_loop(make_pool: MakePool) -> Side:
     pool = half_cached_pool(make_pool, True, BIG_POOL)
     hashes = digests(0, BIG_POOL // 2)
