@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     from kvcache import __version__
+    from kvcache.integrations import command as vllm_check
     from kvcache.replay import command as replay
 
     parser = ArgumentParser(
@@ -62,7 +63,7 @@ def _run(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (replay,):
+    for command in (replay, vllm_check):
         sub = commands.add_parser(
             command.NAME,
             help=command.HELP,

@@ -66,6 +66,12 @@ def stored_event(
         extra_keys.append(keys)
     tokens = request.all_token_ids
     lora = request.lora_request
+    behind = {}
+    if lookahead:  # vLLM 0.32's class has no such field
+        behind["lookahead_token_ids"] = [
+            tokens[start + block_size : start + block_size + lookahead]
+            for start in starts
+        ]
     return event_classes().stored(
         block_hashes=external_hashes(block_hashes),
         parent_block_hash=None if parent is None else external_hashes([parent])[0],
@@ -77,12 +83,7 @@ def stored_event(
         extra_keys=to_event_extra_keys(extra_keys),
         group_idx=group_id,
         session_id=request.session_id,
-        lookahead_token_ids=[
-            tokens[start + block_size : start + block_size + lookahead]
-            for start in starts
-        ]
-        if lookahead
-        else None,
+        **behind,
     )
 
 

@@ -11,9 +11,9 @@ _Tokens = Sequence[int] | NDArray[np.integer[Any]] | Buffer
 _HashFunction = Callable[[Any], bytes]
 
 def hash_block_tokens(
-    hash_fn: _HashFunction,
-    parent: bytes | None,
-    tokens: _Tokens,
+    hash_function: _HashFunction,
+    parent_block_hash: bytes | None,
+    curr_block_token_ids: _Tokens,
     extra_keys: Any = None,
 ) -> bytes: ...
 @overload

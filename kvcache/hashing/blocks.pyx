@@ -192,33 +192,38 @@ cdef list chain_list(
 # -- one block, one prompt --------------------------------------------------------
 
 
-def hash_block_tokens(hash_fn, parent, tokens, extra_keys=None):
+def hash_block_tokens(
+    hash_function, parent_block_hash, curr_block_token_ids, extra_keys=None
+):
     """The hash of one block.
 
     Args:
-        hash_fn: Any function of an object to bytes.
-        parent: Hash of the block before it, of any length; None for a first block.
-        tokens: The block's token ids, a sequence of ints or an integer array.
+        hash_function: Any function of an object to bytes.
+        parent_block_hash: Hash of the block before it, of any length; None for a
+            first block.
+        curr_block_token_ids: The block's token ids, a sequence of ints or an integer
+            array.
         extra_keys: What else the hash covers; None for nothing.
 
     Raises:
-        TypeError: parent is not bytes, or a token not an int.
+        TypeError: parent_block_hash is not bytes, or a token not an int.
         ValueError: A token is negative or over 2**63 - 1.
     """
     cdef TokenSource source
-    cdef CompiledHash compiled = compiled_form(hash_fn)
+    cdef object parent = parent_block_hash, tokens = curr_block_token_ids
+    cdef CompiledHash compiled = compiled_form(hash_function)
     cdef object _alive = as_tokens(tokens, &source)
     cdef bytes digest
-    parent = checked_parent(parent, hash_fn, compiled)
+    parent = checked_parent(parent, hash_function, compiled)
     if extra_keys is not None:
         # A list's or tuple's own ints, and a tuple itself: keys may hold it too.
         if PyList_CheckExact(tokens) or PyTuple_CheckExact(tokens):
             graph = (parent, tuple(tokens), extra_keys)
         else:
             graph = (parent, token_tuple(&source, 0, source.count), extra_keys)
-        return checked_digest(hash_fn(graph), hash_fn)
+        return checked_digest(hash_function(graph), hash_function)
     if compiled is None or not PyBytes_CheckExact(parent):
-        return hash_one(hash_fn, parent, &source, 0, source.count, None)
+        return hash_one(hash_function, parent, &source, 0, source.count, None)
     digest = PyBytes_FromStringAndSize(NULL, compiled.digest_length)
     fill_chain(
         compiled,

@@ -79,24 +79,24 @@ def xxhash_digest(data: bytes) -> bytes:
     return digest
 
 
-def sha256(value: Any, /) -> bytes:
+def sha256(input: Any) -> bytes:
     """SHA-256 of an object as pickle, 32 bytes."""
-    return hashlib.sha256(pickle.dumps(value, protocol=PICKLE_PROTOCOL)).digest()
+    return hashlib.sha256(pickle.dumps(input, protocol=PICKLE_PROTOCOL)).digest()
 
 
-def sha256_cbor(value: Any, /) -> bytes:
+def sha256_cbor(input: Any) -> bytes:
     """SHA-256 of an object as canonical CBOR, 32 bytes; any language can make it."""
-    return hashlib.sha256(as_cbor(value)).digest()
+    return hashlib.sha256(as_cbor(input)).digest()
 
 
-def xxhash(value: Any, /) -> bytes:
+def xxhash(input: Any) -> bytes:
     """XXH3-128 of an object as pickle, 16 bytes; collisions can be made on purpose."""
-    return xxhash_digest(pickle.dumps(value, protocol=PICKLE_PROTOCOL))
+    return xxhash_digest(pickle.dumps(input, protocol=PICKLE_PROTOCOL))
 
 
-def xxhash_cbor(value: Any, /) -> bytes:
+def xxhash_cbor(input: Any) -> bytes:
     """XXH3-128 of an object as canonical CBOR, 16 bytes; as safe as `xxhash`."""
-    return xxhash_digest(as_cbor(value))
+    return xxhash_digest(as_cbor(input))
 
 
 keyed = Keyed()

@@ -158,7 +158,7 @@ static inline const kvc_api *kvc_import(void) {
     if (api == NULL) {
         return NULL;
     }
-    if (api->major != KVC_API_MAJOR || api->minor < KVC_API_MINOR) {
+    if (api->major != KVC_API_MAJOR || (int)api->minor < KVC_API_MINOR) {
         PyErr_Format(PyExc_ImportError,
                      "compiled for version %d.%d of kvcache's C API, installed is %u.%u",
                      KVC_API_MAJOR, KVC_API_MINOR, api->major, api->minor);

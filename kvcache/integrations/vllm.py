@@ -1,25 +1,81 @@
-"""kvcache's classes in the place of vLLM v1's.
+"""kvcache's classes and functions in the place of vLLM v1's: the plugin `kvcache`.
 
-Holds what was swapped, so that a second `register()` changes nothing. vLLM is imported
-by the call, never by this module. A class is replaced in the module that defines it and
-in every loaded vLLM module that holds it; modules loaded later find it there.
-Events are built from vLLM's own classes, so that its publisher sees no difference.
+Holds what was put where, so that a second `register()` changes nothing and
+`unregister()` puts all back. vLLM is imported by the call, never by this module. A name
+is replaced in the module that defines it and in every loaded vLLM module that holds it,
+base classes included; modules loaded later find it there. Events are built from vLLM's
+own classes, so that its publisher sees no difference.
+Before anything is replaced, vLLM's version and the signatures are looked at: where they
+are not those known here, vLLM runs as it is, and one line in the log says why.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
+import os
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import kvcache
+from kvcache import events, hashing
+from kvcache.hashing import functions
+from kvcache.integrations import _vllm_slots
 
-# The module that defines each class, and what replaces it.
-SWAPPED = {
-    "vllm.v1.core.kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
-    "vllm.v1.core.block_pool": ("BlockHashToBlockMap", "BlockPool"),
+SUPPORTED = ("0.32", "0.33")
+MODES = ("0", "pool", "manager")
+UTILS, POOL = "vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool"
+MANAGER, SINGLE = (
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.single_type_kv_cache_manager",
+)
+
+# The module that defines each name, and what kvcache puts there.
+POOL_SWAPS: dict[str, dict[str, Any]] = {
+    UTILS: {
+        "KVCacheBlock": kvcache.KVCacheBlock,
+        "FreeKVCacheBlockQueue": kvcache.FreeKVCacheBlockQueue,
+        "BlockHashListWithBlockSize": hashing.BlockHashListWithBlockSize,
+        "hash_block_tokens": hashing.hash_block_tokens,
+        "get_request_block_hasher": hashing.get_request_block_hasher,
+    },
+    POOL: {
+        "BlockHashToBlockMap": kvcache.BlockHashToBlockMap,
+        "BlockPool": kvcache.BlockPool,
+    },
+    "vllm.utils.hashing": {
+        "sha256": hashing.sha256,
+        "sha256_cbor": hashing.sha256_cbor,
+        "xxhash": hashing.xxhash,
+        "xxhash_cbor": hashing.xxhash_cbor,
+        "get_hash_fn_by_name": hashing.get_hash_fn_by_name,
+    },
 }
 
+log = logging.getLogger("vllm.plugins.kvcache")
+
+
+class Change(NamedTuple):
+    """Something that was set on a vLLM module or class."""
+
+    holder: Any
+    name: str
+    before: Any
+
+
+class Plan(NamedTuple):
+    """What `register` would do: or why not, if `refusal` says so."""
+
+    version: str
+    mode: str
+    swaps: list[tuple[str, Any, Any]]  # name, vLLM's, kvcache's
+    refusal: str
+
+
+_changes: list[Change] = []
 _swapped: list[str] = []
 
 
@@ -31,42 +87,212 @@ def _vllm_modules() -> list[ModuleType]:
     ]
 
 
+def _parameters(function: Any) -> list[str] | None:
+    """Names of a callable's parameters, without `self`; None if it does not tell."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return [name for name in names if name not in ("self", "args", "kwargs")]
+
+
+def _drift(name: str, theirs: Any, ours: Any) -> Iterator[str]:
+    """Where a function or method of vLLM takes what ours does not."""
+    if inspect.isclass(theirs):
+        for each, method in vars(theirs).items():
+            if inspect.isfunction(method) and not each.startswith("_"):
+                if not hasattr(ours, each):
+                    yield f"{name}.{each} is not known"
+                else:
+                    yield from _drift(f"{name}.{each}", method, getattr(ours, each))
+        return
+    wanted, have = _parameters(theirs), _parameters(ours)
+    if wanted is not None and have is not None and wanted != have[: len(wanted)]:
+        yield f"{name}({', '.join(wanted)}) is not {name}({', '.join(have)})"
+
+
+def plan() -> Plan:
+    """What `register` would put in place.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    mode = os.environ.get("KVCACHE_VLLM", "manager")
+    try:
+        vllm = importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ImportError("kvcache.integrations.vllm needs vLLM installed") from error
+    version = str(getattr(vllm, "__version__", "unknown"))
+    if mode not in MODES:
+        refusal = f"KVCACHE_VLLM must be one of {', '.join(MODES)}, got {mode!r}"
+        return Plan(version, mode, [], refusal)
+    if mode == "0":
+        return Plan(version, mode, [], "KVCACHE_VLLM is 0")
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        known = " and ".join(SUPPORTED)
+        return Plan(version, mode, [], f"vLLM {version} is not known, {known} are")
+    try:
+        swaps = list(_swaps(mode, version))
+    except (ImportError, AttributeError) as error:
+        return Plan(version, mode, [], f"vLLM {version} is not as known: {error}")
+    drifted = [line for name, a, b in swaps for line in _drift(name, a, b)]
+    refusal = f"vLLM {version} has changed: {'; '.join(drifted)}" if drifted else ""
+    return Plan(version, mode, swaps, refusal)
+
+
+def _swaps(mode: str, version: str) -> Iterator[tuple[str, Any, Any]]:
+    for module, names in POOL_SWAPS.items():
+        for name, ours in names.items():
+            if name == "BlockPool" and version.startswith("0.32"):
+                ours = BlockPool032
+            yield name, getattr(importlib.import_module(module), name), ours
+    theirs = importlib.import_module(UTILS).init_none_hash
+    yield "init_none_hash", theirs, _follow_none_hash(theirs)
+    if mode == "manager":
+        theirs = importlib.import_module(MANAGER).KVCacheManager.allocate_slots
+        yield "KVCacheManager.allocate_slots", theirs, _vllm_slots.allocate_slots
+
+
+class BlockPool032(kvcache.BlockPool):
+    """`BlockPool` as vLLM 0.32 makes it: without `num_hash_lookahead_tokens`."""
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: Any = None,
+        medium: str = events.MEDIUM_GPU,
+    ) -> None:
+        """See `BlockPool`."""
+        super().__init__(
+            num_gpu_blocks,
+            enable_caching,
+            hash_block_size,
+            enable_kv_cache_events,
+            metrics_collector,
+            medium=medium,
+        )
+
+
+def _follow_none_hash(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    def init_none_hash(hash_fn: Any) -> None:
+        """As vLLM's; kvcache's root of hashes is vLLM's then."""
+        theirs(hash_fn)
+        functions.NONE_HASH = importlib.import_module(UTILS).NONE_HASH
+
+    return init_none_hash
+
+
 def register() -> list[str]:
-    """Put kvcache's classes in vLLM's place, and say on stdout which.
+    """Put kvcache in vLLM's place, and say on stdout what was replaced.
 
     Returns:
-        The names of the replaced classes.
+        The names of what was replaced: none where vLLM is not as known here or
+        `KVCACHE_VLLM` is 0.
 
     Raises:
         ImportError: vLLM is not installed.
     """
     if _swapped:
         return list(_swapped)
-    try:
-        events = importlib.import_module("vllm.distributed.kv_events")
-        holders = {name: importlib.import_module(name) for name in SWAPPED}
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ImportError("kvcache.integrations.vllm needs vLLM installed") from error
-    ours_by_theirs = {
-        id(getattr(holders[module], name)): (
-            getattr(holders[module], name),
-            getattr(kvcache, name),
-        )
-        for module, names in SWAPPED.items()
-        for name in names
-    }
-    for module in _vllm_modules():
-        for name, value in list(vars(module).items()):
-            theirs, ours = ours_by_theirs.get(id(value), (None, None))
-            if theirs is value and theirs is not None:
-                setattr(module, name, ours)
+    todo = plan()
+    if todo.refusal:
+        level = logging.INFO if todo.mode == "0" else logging.WARNING
+        log.log(level, "kvcache: %s; vLLM runs as it is", todo.refusal)
+        return []
+    for name, theirs, ours in todo.swaps:
+        if name == "KVCacheManager.allocate_slots":
+            _take_over_slots(theirs, ours)
+        else:
+            _replace(theirs, ours)
+        _swapped.append(name)
+    utils = importlib.import_module(UTILS)
+    if hasattr(utils, "NONE_HASH"):
+        functions.NONE_HASH = utils.NONE_HASH
+    stock = importlib.import_module("vllm.distributed.kv_events")
     kvcache.use_event_classes(
         kvcache.EventClasses(
-            events.BlockStored, events.BlockRemoved, events.AllBlocksCleared
+            stock.BlockStored, stock.BlockRemoved, stock.AllBlocksCleared
         )
     )
-    _swapped.extend(name for names in SWAPPED.values() for name in names)
     print("swapped:", ", ".join(_swapped))
     return list(_swapped)
+
+
+def _replace(theirs: Any, ours: Any) -> None:
+    """Put ours wherever a loaded vLLM module holds theirs, and derive from it anew."""
+    derived = []
+    for module in _vllm_modules():
+        for name, value in list(vars(module).items()):
+            if value is theirs:
+                _set(module, name, ours)
+            elif (
+                inspect.isclass(value)
+                and theirs in value.__bases__
+                and value.__module__ == module.__name__
+            ):
+                derived.append(value)
+    for old in derived:
+        _replace(old, _derive(old, theirs, ours))
+
+
+def _derive(old: Any, theirs: Any, ours: Any) -> Any:
+    """A class as `old`, but derived from ours; their layouts differ."""
+    body = {
+        name: value
+        for name, value in vars(old).items()
+        if name not in ("__dict__", "__weakref__")
+    }
+    bases = tuple(ours if base is theirs else base for base in old.__bases__)
+    new = type(old)(old.__name__, bases, body)
+    for method in vars(old).values():
+        function = inspect.unwrap(getattr(method, "__func__", method))
+        code = getattr(function, "__code__", None)
+        if code and "__class__" in code.co_freevars:  # it calls super()
+            cell = function.__closure__[code.co_freevars.index("__class__")]
+            _set(cell, "cell_contents", new)
+    return new
+
+
+def _take_over_slots(theirs: Any, ours: Any) -> None:
+    single = importlib.import_module(SINGLE)
+    status = importlib.import_module("vllm.v1.request").RequestStatus.RUNNING
+    _vllm_slots.use(
+        theirs, single.FullAttentionManager, single.SlidingWindowManager, status
+    )
+    _set(importlib.import_module(MANAGER).KVCacheManager, "allocate_slots", ours)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    _changes.append(Change(holder, name, getattr(holder, name)))
+    setattr(holder, name, value)
+
+
+def unregister() -> None:
+    """Put back what `register` replaced. What was made meanwhile stays as it is."""
+    while _changes:
+        change = _changes.pop()
+        setattr(change.holder, change.name, change.before)
+    if _swapped:
+        kvcache.use_event_classes(events.OWN_EVENT_CLASSES)
+    _swapped.clear()
+
+
+def check() -> str:
+    """What `kvcache vllm-check` prints: vLLM's version, and what would be replaced."""
+    todo = plan()
+    lines = [f"vLLM {todo.version}, KVCACHE_VLLM={todo.mode}"]
+    if todo.refusal:
+        return "\n".join([*lines, f"nothing is replaced: {todo.refusal}"])
+    lines += [f"replaced: {name}" for name, _, _ in todo.swaps]
+    if todo.mode == "pool":
+        lines.append("not replaced: KVCacheManager.allocate_slots (KVCACHE_VLLM=pool)")
+    lines.append(
+        "vLLM's own, as ever: coordinators and managers of groups; allocate_slots where"
+        " a request takes, fills or gives back a block"
+    )
+    return "\n".join(lines)

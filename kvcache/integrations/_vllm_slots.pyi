@@ -1,0 +1,23 @@
+from typing import Any
+
+def use(
+    method: Any,
+    full_attention_manager: type[Any],
+    sliding_window_manager: type[Any],
+    running_status: Any,
+) -> None: ...
+def allocate_slots(
+    self: Any,
+    request: Any,
+    num_new_tokens: int,
+    num_new_computed_tokens: int = 0,
+    new_computed_blocks: Any = None,
+    num_lookahead_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+    delay_cache_blocks: bool = False,
+    num_encoder_tokens: int = 0,
+    full_sequence_must_fit: bool = False,
+    reserved_blocks: int = 0,
+    has_scheduled_reqs: bool = True,
+    skip_zeroing_group_ids: tuple[int, ...] = (),
+) -> Any: ...
