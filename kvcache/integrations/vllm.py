@@ -16,18 +16,19 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import kvcache
 from kvcache import events, hashing
 from kvcache.hashing import functions
-from kvcache.integrations import _vllm_slots
+from kvcache.integrations import _vllm_parts, _vllm_slots
+from kvcache.integrations._vllm_parts import UTILS
 
 SUPPORTED = ("0.32", "0.33")
 MODES = ("0", "pool", "manager")
-UTILS, POOL = "vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool"
+POOL = "vllm.v1.core.block_pool"
 MANAGER, SINGLE = (
     "vllm.v1.core.kv_cache_manager",
     "vllm.v1.core.single_type_kv_cache_manager",
@@ -39,8 +40,6 @@ POOL_SWAPS: dict[str, dict[str, Any]] = {
         "KVCacheBlock": kvcache.KVCacheBlock,
         "FreeKVCacheBlockQueue": kvcache.FreeKVCacheBlockQueue,
         "BlockHashListWithBlockSize": hashing.BlockHashListWithBlockSize,
-        "hash_block_tokens": hashing.hash_block_tokens,
-        "get_request_block_hasher": hashing.get_request_block_hasher,
     },
     POOL: {
         "BlockHashToBlockMap": kvcache.BlockHashToBlockMap,
@@ -146,45 +145,14 @@ def _swaps(mode: str, version: str) -> Iterator[tuple[str, Any, Any]]:
     for module, names in POOL_SWAPS.items():
         for name, ours in names.items():
             if name == "BlockPool" and version.startswith("0.32"):
-                ours = BlockPool032
+                ours = _vllm_parts.BlockPool032
             yield name, getattr(importlib.import_module(module), name), ours
-    theirs = importlib.import_module(UTILS).init_none_hash
-    yield "init_none_hash", theirs, _follow_none_hash(theirs)
+    for name, around in _vllm_parts.AROUND.items():
+        theirs = getattr(importlib.import_module(UTILS), name)
+        yield name, theirs, around(theirs)
     if mode == "manager":
         theirs = importlib.import_module(MANAGER).KVCacheManager.allocate_slots
         yield "KVCacheManager.allocate_slots", theirs, _vllm_slots.allocate_slots
-
-
-class BlockPool032(kvcache.BlockPool):
-    """`BlockPool` as vLLM 0.32 makes it: without `num_hash_lookahead_tokens`."""
-
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: Any = None,
-        medium: str = events.MEDIUM_GPU,
-    ) -> None:
-        """See `BlockPool`."""
-        super().__init__(
-            num_gpu_blocks,
-            enable_caching,
-            hash_block_size,
-            enable_kv_cache_events,
-            metrics_collector,
-            medium=medium,
-        )
-
-
-def _follow_none_hash(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    def init_none_hash(hash_fn: Any) -> None:
-        """As vLLM's; kvcache's root of hashes is vLLM's then."""
-        theirs(hash_fn)
-        functions.NONE_HASH = importlib.import_module(UTILS).NONE_HASH
-
-    return init_none_hash
 
 
 def register() -> list[str]:
