@@ -6,7 +6,7 @@ Invariant: `check()` proves all of them (see invariants.pyx). A failed call chan
 nothing: a batch is checked before its first write, and whatever can run foreign code
 (making objects, reading requests) comes before the check.
 Costs: every operation is O(1) a block, whatever the pool's size and content.
-Threads: one at a time. The GIL makes each call atomic; no method gives it up.
+Threads: one at a time. Each call is atomic; no method gives up the GIL.
 """
 cimport cython
 cimport numpy as cnp

@@ -6,7 +6,7 @@ Invariant: the hashes are those that `hash_blocks` gives for the tokens there ar
 hash that covered a removed token is gone before another token comes. A failed call
 changes nothing.
 Costs: O(1) a token, and a hash a block; to truncate, O(hashes withdrawn).
-Threads: one at a time; the GIL makes each call atomic.
+Threads: one at a time; each call is atomic.
 """
 cimport cython
 cimport numpy as cnp

@@ -3,7 +3,7 @@
 Stores nothing: `as_tokens` describes what the caller passed, and returns what keeps it
 alive. Every token is checked before anything is done with one.
 Costs: an int32 or int64 array is used as it is, anything else is copied to int64.
-Threads: under the GIL.
+Threads: each call is atomic.
 """
 cimport numpy as cnp
 from cpython.buffer cimport PyObject_CheckBuffer

@@ -24,15 +24,14 @@ import kvcache
 from kvcache import events, hashing
 from kvcache.hashing import functions
 from kvcache.integrations import _vllm_parts, _vllm_slots
-from kvcache.integrations._vllm_parts import UTILS
+from kvcache.integrations._vllm_parts import SINGLE, UTILS
 
 SUPPORTED = ("0.32", "0.33")
 MODES = ("0", "pool", "manager")
 POOL = "vllm.v1.core.block_pool"
-MANAGER, SINGLE = (
-    "vllm.v1.core.kv_cache_manager",
-    "vllm.v1.core.single_type_kv_cache_manager",
-)
+MANAGER = "vllm.v1.core.kv_cache_manager"
+ALLOCATE = "KVCacheManager.allocate_slots"
+FIND_HITS = "FullAttentionManager.find_longest_cache_hit"
 
 # The module that defines each name, and what kvcache puts there.
 POOL_SWAPS: dict[str, dict[str, Any]] = {
@@ -152,7 +151,10 @@ def _swaps(mode: str, version: str) -> Iterator[tuple[str, Any, Any]]:
         yield name, theirs, around(theirs)
     if mode == "manager":
         theirs = importlib.import_module(MANAGER).KVCacheManager.allocate_slots
-        yield "KVCacheManager.allocate_slots", theirs, _vllm_slots.allocate_slots
+        yield ALLOCATE, theirs, _vllm_slots.allocate_slots
+        theirs = importlib.import_module(SINGLE).FullAttentionManager
+        theirs = theirs.find_longest_cache_hit.__func__
+        yield FIND_HITS, theirs, _vllm_parts.find_longest_cache_hit_or(theirs)
 
 
 def register() -> list[str]:
@@ -173,8 +175,11 @@ def register() -> list[str]:
         log.log(level, "kvcache: %s; vLLM runs as it is", todo.refusal)
         return []
     for name, theirs, ours in todo.swaps:
-        if name == "KVCacheManager.allocate_slots":
+        if name == ALLOCATE:
             _take_over_slots(theirs, ours)
+        elif name == FIND_HITS:
+            manager = importlib.import_module(SINGLE).FullAttentionManager
+            _set(manager, "find_longest_cache_hit", classmethod(ours))
         else:
             _replace(theirs, ours)
         _swapped.append(name)
@@ -236,7 +241,9 @@ def _take_over_slots(theirs: Any, ours: Any) -> None:
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
-    _changes.append(Change(holder, name, getattr(holder, name)))
+    # As it stands there: a class gives out a method bound.
+    stands = vars(holder) if hasattr(holder, "__dict__") else {}
+    _changes.append(Change(holder, name, stands.get(name) or getattr(holder, name)))
     setattr(holder, name, value)
 
 
@@ -258,9 +265,10 @@ def check() -> str:
         return "\n".join([*lines, f"nothing is replaced: {todo.refusal}"])
     lines += [f"replaced: {name}" for name, _, _ in todo.swaps]
     if todo.mode == "pool":
-        lines.append("not replaced: KVCacheManager.allocate_slots (KVCACHE_VLLM=pool)")
+        lines += [f"not replaced: {name} (mode pool)" for name in (ALLOCATE, FIND_HITS)]
     lines.append(
-        "vLLM's own, as ever: coordinators and managers of groups; allocate_slots where"
-        " a request takes, fills or gives back a block"
+        "vLLM's own, as ever: coordinators and managers of groups, but for full"
+        " attention's hits; allocate_slots where a request takes, fills or gives back a"
+        " block"
     )
     return "\n".join(lines)

@@ -6,7 +6,7 @@ Invariant: a request that is not running holds nothing; the references of the po
 blocks are those of the tables (`check()`). A failed call changes nothing.
 Costs: a request that needs no block costs O(groups), all others O(1) a block. Memory: 4
 bytes a block of max_model_len for each request and group, taken as it is used.
-Threads: one at a time; the GIL makes each call atomic.
+Threads: one at a time; each call is atomic.
 """
 cimport cython
 cimport numpy as cnp

@@ -4,7 +4,7 @@ Stores: two lists of equal length.
 Invariant: an id is that which the block at its place had when it was put there or last
 appended to through this list; after a swap `update` reads them all again.
 Costs: O(1) a block; the ids of a whole sequence are there without a walk.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 cimport cython
 from kvcache._args cimport no_copy

@@ -5,7 +5,7 @@ Invariant: tokens fill the blocks from the first on; behind the last token there
 empty slots and whole empty blocks (lookahead). Blocks that a sliding window has passed
 are the null block.
 Costs: O(1) a block and what the allocator takes; a token appended touches one block.
-Threads: the GIL makes each call atomic, where the allocator is kvcache's.
+Threads: each call is atomic, where the allocator is kvcache's.
 """
 cimport cython
 from kvcache._args cimport as_int, no_copy

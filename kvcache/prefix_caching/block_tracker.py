@@ -3,7 +3,7 @@
 Stores: whether it is in use, when it was last used, whether it is computed.
 Invariant: a block that is not in use was never accessed and is not computed.
 Costs: the allocator keeps this in C and makes a `BlockTracker` for who asks.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 
 from kvcache.errors import BlockStateError

@@ -6,7 +6,7 @@ Invariant: a block that belongs to one of kvcache's allocators holds a physical 
 if and only if it has one reference to it; only the allocator gives or takes it.
 Costs: 180 bytes and 8 a token of room; the cyclic collector does not see blocks, which
 is safe because no allocator refers to one. Chains of any length go without recursion.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize

@@ -5,7 +5,7 @@ free blocks that hold content; per block when it was used and whether it is comp
 Invariant: a block that nobody uses is in the queue if it holds no content and in the
 heap if it does; the index names it if and only if it does. `check()` proves it.
 Costs: O(1) a block, but O(log n) where one leaves the heap; 152 bytes a block.
-Threads: the GIL makes each call of an allocator atomic.
+Threads: each call of an allocator is atomic.
 """
 cimport cython
 from cpython.mem cimport PyMem_RawFree

@@ -3,7 +3,7 @@
 Stores: an allocator a device, the null block, which ids were swapped since last asked.
 Invariant: no id is on both devices; a swap moves all its blocks or none.
 Costs: a call to the device's allocator and 50 ns; a swap O(1) a block.
-Threads: the GIL makes each call atomic, where both allocators are kvcache's.
+Threads: each call is atomic, where both allocators are kvcache's.
 """
 cimport cython
 from types import MappingProxyType

@@ -4,7 +4,7 @@ Stores: an entry per block in an `EvictionHeap`, its row by block id, its conten
 Invariant: a block has one entry or none; the entry is moved when the block is accessed
 and taken out when it is used again, so nothing stale is ever met.
 Costs: every step O(log n); memory for the most blocks held at once.
-Threads: none of this is locked; under the GIL each call is atomic.
+Threads: none of this is locked; each call from Python is atomic.
 """
 cimport cython
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_Check

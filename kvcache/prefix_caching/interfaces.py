@@ -6,7 +6,7 @@ with them (`isinstance` answers True), and a class of one's own may derive from 
 
 Everywhere: a failed call changes nothing; a lack of blocks is `NoFreeBlocksError`, a
 caller's mistake another ValueError, or a TypeError. One thread at a time uses an
-allocator and the blocks it made; the GIL makes each call of a compiled one atomic.
+allocator and the blocks it made; each call of a compiled one is atomic.
 """
 
 from __future__ import annotations

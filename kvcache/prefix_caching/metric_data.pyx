@@ -4,7 +4,7 @@ Stores: the rate over all completed blocks of 1,000 queries, and the counts sinc
 Invariant: rate * blocks * 1,000 is within rounding of a whole number of hits, so no
 error adds up: the rate is right to its last digits for the first 10**15 queries.
 Costs: two additions a query, one division a block of them; 56 bytes.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 cimport cython
 

@@ -4,7 +4,7 @@ Stores: a row a block in a `BlockStore`, the free ones in its queue, in the orde
 which they go; the copies that writing to a shared block causes.
 Invariant: a block is in the queue if and only if nobody has a reference to it
 (`check()`). A failed call changes nothing: everything is made and checked first.
-Costs: O(1) a block. Threads: the GIL makes each call atomic.
+Costs: O(1) a block. Threads: each call is atomic.
 """
 cimport cython
 

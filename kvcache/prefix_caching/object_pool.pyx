@@ -5,7 +5,7 @@ Invariant: an object is handed out again only when nobody else holds it, so a bl
 was freed never turns into another sequence's under the hands of who kept it, and
 giving one back twice is harmless. (vLLM 0.8.5 hands it out at once.)
 Costs: O(1); objects are made when they are needed, not ahead.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 cimport cython
 from cpython.object cimport PyObject

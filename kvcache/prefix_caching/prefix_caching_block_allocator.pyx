@@ -4,7 +4,7 @@ Stores: the physical blocks (cached_blocks.pyx), the copies to make, the hit rat
 Invariant: each block that holds a physical one has one reference to it. A failed call
 changes nothing: blocks are made, checked and counted before the first row is taken.
 Costs: O(1) a block, but O(log n) where one leaves the heap of those to evict.
-Threads: the GIL makes each call atomic.
+Threads: each call is atomic.
 """
 cimport cython
 from libc.math cimport isnan

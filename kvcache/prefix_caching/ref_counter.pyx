@@ -3,7 +3,7 @@
 Stores: a count in each block's row; of the copies, pairs of ids.
 Invariant: a count is never negative; an allocator's block is free if and only if it has
 none, so such counts cross zero through the allocator alone.
-Costs: every operation O(1). Threads: the GIL makes each call atomic.
+Costs: every operation O(1). Threads: each call is atomic.
 """
 cimport cython
 

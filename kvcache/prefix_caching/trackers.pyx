@@ -5,7 +5,7 @@ cached; in the other tracker, one time.
 Invariant: the hashes are those that the allocator gives to the same tokens; each block
 is hashed once.
 Costs: a lookup and what is new; 16-byte hashes as ints, 44 bytes a block.
-Threads: the GIL makes each call atomic, but for what a sequence's own methods do.
+Threads: each call is atomic, but for what a sequence's own methods do.
 """
 cimport cython
 from kvcache._args cimport as_int, no_copy

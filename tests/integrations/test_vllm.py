@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,6 +58,25 @@ def allocate_slots(
     return "vLLM's own"
 
 
+class Spec(NamedTuple):
+    block_size: int = 4
+
+
+def find_longest_cache_hit(
+    cls: Any,
+    block_hashes: Any,
+    max_length: int,
+    kv_cache_group_ids: list[int],
+    block_pool: Any,
+    kv_cache_spec: Any,
+    drop_eagle_block: bool,
+    alignment_tokens: int,
+    dcp_world_size: int = 1,
+    pcp_world_size: int = 1,
+) -> str:
+    return "vLLM's own"
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A vLLM 0.33 of empty classes."""
@@ -84,6 +103,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module("vllm.v1.request", RequestStatus=SimpleNamespace(RUNNING="running"))
     manager = type("KVCacheManager", (), {"allocate_slots": allocate_slots})
     module("vllm.v1.core.kv_cache_manager", KVCacheManager=manager)
+    module("vllm.v1.kv_cache_interface", FullAttentionSpec=Spec)
+    full = made["vllm.v1.core.single_type_kv_cache_manager"].FullAttentionManager
+    full.find_longest_cache_hit = classmethod(find_longest_cache_hit)
     pool = made["vllm.v1.core.block_pool"].BlockPool
 
     class Derived(pool):  # type: ignore[misc, valid-type]
@@ -224,6 +246,7 @@ def test_the_check_says_what_would_be_replaced(monkeypatch: pytest.MonkeyPatch) 
     assert plugin._changes == []
     monkeypatch.setenv("KVCACHE_VLLM", "pool")
     assert "not replaced: KVCacheManager.allocate_slots" in plugin.check()
+    assert "not replaced: FullAttentionManager.find_longest" in plugin.check()
     monkeypatch.setenv("KVCACHE_VLLM", "0")
     assert "nothing is replaced" in plugin.check()
 
@@ -243,11 +266,72 @@ def test_importing_the_plugin_imports_no_vllm() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=path)
 
 
+# -- hits of full attention --------------------------------------------------------
+
+
+def find(
+    pool: Any, hashes: Any, *, most: int = 100, eagle: bool = False, **to: Any
+) -> Any:
+    manager = held("vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager")
+    options = {"kv_cache_spec": Spec(), "alignment_tokens": 4, **to}
+    return manager.find_longest_cache_hit(
+        hashes, most, [0, 1], pool, drop_eagle_block=eagle, **options
+    )
+
+
+@pytest.mark.usefixtures("vllm")
+def test_hits_are_found_in_all_groups_at_once() -> None:
+    plugin.register()
+    pool = kvcache.BlockPool(20, True, 4)
+    hashes = [bytes([i]) * 16 for i in range(5)]
+    ids = pool.get_new_block_ids(7)
+    pool.cache_block_ids(ids[:4], hashes[:4], 0)
+    pool.cache_block_ids(ids[4:], hashes[:3], 1)
+    blocks, length = find(pool, hashes)
+    assert [[block.block_id for block in group] for group in blocks] == [
+        ids[:3].tolist(),
+        ids[4:].tolist(),
+    ]
+    assert length == 12
+    assert find(pool, hashes, most=11)[1] == 8
+    blocks, length = find(pool, hashes, eagle=True)
+    assert (len(blocks[0]), len(blocks[1]), length) == (2, 2, 8)
+    assert find(pool, [b"?" * 16], eagle=True) == (([], []), 0)
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"alignment_tokens": 2},
+        {"kv_cache_spec": Spec(8)},
+        {"dcp_world_size": 2},
+        {"hashes": (b"?",)},
+        {"pool": object()},
+    ],
+)
+def test_hits_of_other_sizes_ranks_lists_and_pools_are_vllms(
+    other: dict[str, Any],
+) -> None:
+    plugin.register()
+    pool = other.pop("pool", kvcache.BlockPool(20, True, 4))
+    assert find(pool, other.pop("hashes", []), **other) == "vLLM's own"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_hits_are_vllms_again_afterwards() -> None:
+    plugin.register()
+    plugin.unregister()
+    assert find(kvcache.BlockPool(20, True, 4), []) == "vLLM's own"
+
+
 # -- the usual allocate_slots ------------------------------------------------------
 
 
 class Group:
     """What `allocate_slots` reads of a group's manager: 3 blocks of 4, 2 cached."""
+
+    find_longest_cache_hit = classmethod(find_longest_cache_hit)
 
     def __init__(self, **changes: Any) -> None:
         self.block_size = 4
@@ -292,7 +376,7 @@ def registered(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     single = sys.modules["vllm.v1.core.single_type_kv_cache_manager"]
     monkeypatch.setattr(single, "FullAttentionManager", Group)
     monkeypatch.setattr(single, "SlidingWindowManager", Window)
-    plugin.register()
+    assert "KVCacheManager.allocate_slots" in plugin.register()
 
 
 @pytest.mark.usefixtures("registered")
