@@ -12,11 +12,12 @@ and must schedule the same tokens.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter_ns as clock
@@ -193,24 +194,32 @@ def creation(engine: Engine, turn: int, steps: int) -> tuple[float, Any]:
     return spent, [request.block_hashes[-1] for request in made]
 
 
+@contextlib.contextmanager
+def in_place(plugin: Any) -> Iterator[None]:
+    """Have kvcache in vLLM's place, and vLLM's own back afterwards."""
+    with contextlib.redirect_stdout(None):  # it tells each time
+        swapped = plugin.register()
+    if not swapped:
+        raise SystemExit("the plugin did not register")
+    yield
+    plugin.unregister()
+
+
 def compare(
     work: Callable[..., tuple[float, Any]], folder: str, rounds: int, steps: int
 ) -> None:
     from kvcache.integrations import vllm as plugin
 
     stock = Engine(folder)
-    if not plugin.register():
-        raise SystemExit("the plugin did not register")
-    ours = Engine(folder)
-    plugin.unregister()
+    with in_place(plugin):
+        ours = Engine(folder)
     ratios, times = [], []
     gc.collect()
     gc.disable()
     for turn in range(rounds + 1):
         theirs_ns, theirs_said = work(stock, turn, steps)
-        plugin.register()
-        ours_ns, ours_said = work(ours, turn, steps)
-        plugin.unregister()
+        with in_place(plugin):
+            ours_ns, ours_said = work(ours, turn, steps)
         if ours_said != theirs_said:
             raise SystemExit(f"{work.__name__}: the two sides differ")
         if turn:  # the first warms up
