@@ -8,6 +8,11 @@ Costs: some attribute reads a group, no Python call. Threads: as vLLM, one at a 
 """
 cimport cython
 
+import logging
+
+cdef object log = logging.getLogger("vllm.plugins.kvcache")
+cdef set told = set()   # kinds of managers that were logged
+
 # Set by `use`, from the vLLM that is there.
 cdef object stock = None
 cdef object full_attention = None
@@ -85,6 +90,7 @@ cdef bint is_settled(
     for group in manager.coordinator.single_type_managers:
         kind = type(group)
         if kind is not full_attention and kind is not sliding_window:
+            tell(kind)
             return False
         blocks = group.req_to_blocks
         if name not in blocks or name in group._partial_hit_reqs:
@@ -113,3 +119,14 @@ cdef Py_ssize_t num_skipped(object group, Py_ssize_t processed) except? -1:
     """Tokens at the start that a sliding window has passed."""
     cdef Py_ssize_t kept = group.sliding_window + group.extra_retained_tokens - 1
     return max(processed - kept, 0)
+
+
+cdef int tell(object kind) except -1:
+    """Log once that a kind of manager is served by vLLM's own method, and why."""
+    if kind not in told:
+        told.add(kind)
+        log.info(
+            "kvcache: vLLM's own allocate_slots serves requests with a %s, whose rules"
+            " are not known here", kind.__name__,
+        )
+    return 0

@@ -424,8 +424,13 @@ def test_a_window_that_gives_a_block_back_is_vllms() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_group_of_an_unknown_kind_is_vllms() -> None:
+def test_a_group_of_an_unknown_kind_is_vllms_and_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Other(Group):
         pass
 
-    assert answer(Other()) == "vLLM's own"
+    caplog.set_level("INFO", "vllm.plugins.kvcache")
+    assert [answer(Other()), answer(Other())] == ["vLLM's own"] * 2
+    [record] = caplog.records
+    assert "a Other, whose rules are not known" in record.getMessage()
