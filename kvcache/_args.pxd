@@ -3,6 +3,7 @@
 cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
 
+from kvcache._lock cimport unshared
 from kvcache._types cimport HashSource, Key
 
 cdef extern from "Python.h":
@@ -25,6 +26,11 @@ cdef inline Py_ssize_t as_int(
         if not overflow and low <= number <= high:
             return <Py_ssize_t> number
     return refuse_int(value, name, low, high)
+
+
+cdef inline list as_list(object items):
+    """Items as a list whose own may be read as borrowed; copied where it need be."""
+    return unshared(items) if type(items) is list else list(items)
 
 
 cdef int read_key(object value, Key* key) except -1

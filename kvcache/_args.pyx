@@ -12,7 +12,6 @@ from libc.string cimport memset
 
 import numpy as np
 
-from kvcache._lock cimport unshared
 from kvcache._types cimport MAX_DIGEST_BYTES, MAX_KEY_BYTES, Key, key_from_bytes
 
 cnp.import_array()
@@ -128,9 +127,7 @@ cdef object as_hashes(object hashes, HashSource* source):
         return array
     if isinstance(hashes, (str, bytes)):
         raise TypeError(f"block hashes must be a sequence of bytes, got {hashes!r}")
-    if type(hashes) is not list:
-        hashes = list(hashes)
-    hashes = unshared(hashes)
+    hashes = as_list(hashes)
     source.count = len(<list> hashes)
     source.items = <void*> hashes
     return hashes

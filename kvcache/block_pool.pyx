@@ -24,6 +24,7 @@ from kvcache._args cimport (
     as_hashes,
     as_ids,
     as_int,
+    as_list,
     check_digest,
     check_hashes,
     new_ids,
@@ -31,7 +32,7 @@ from kvcache._args cimport (
     no_copy,
     read_key,
 )
-from kvcache._lock cimport kvc_lend, unshared
+from kvcache._lock cimport kvc_lend
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
@@ -497,9 +498,7 @@ cdef class BlockPool:
                 gone. Nothing was freed.
             TypeError: An element is not a KVCacheBlock. Nothing was freed.
         """
-        if type(ordered_blocks) is not list:
-            ordered_blocks = list(ordered_blocks)
-        ordered_blocks = unshared(ordered_blocks)
+        ordered_blocks = as_list(ordered_blocks)
         cdef Py_ssize_t n = len(<list> ordered_blocks)
         cdef PyObject** items = PySequence_Fast_ITEMS(<PyObject*> ordered_blocks)
         cdef KVCacheBlock block
@@ -587,9 +586,7 @@ cdef class BlockPool:
             ValueError: A block is not this pool's. No block was touched.
             TypeError: An element is not a KVCacheBlock. No block was touched.
         """
-        if type(blocks) is not list:
-            blocks = list(blocks)
-        blocks = unshared(blocks)
+        blocks = as_list(blocks)
         cdef Py_ssize_t n = len(<list> blocks)
         cdef block_id_t* ids = self.ids_of(blocks, n)
         cdef Py_ssize_t bad = pool_touch(&self.state, ids, n)
