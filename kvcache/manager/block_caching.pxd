@@ -13,11 +13,8 @@ cdef inline bint may_have_tail(const Group* group) noexcept nogil:
 cdef int cache_blocks(
     ManagerState* m, int32_t row, int32_t g, int64_t num_tokens
 ) except -1 nogil
-# Bring to the cache what `serve` will read and write for running requests that need
-# something: those at n places of a step's rows.
-cdef void prefetch_events(
-    const ManagerState* m, const int32_t* rows, const int32_t* places, Py_ssize_t n
-) noexcept nogil
+# Bring to the cache what `advance` will read and write for a step's busy requests.
+cdef void prefetch_events(const ManagerState* m, const int32_t* rows) noexcept nogil
 # Whether a prompt's end inside a block is as it will stay.
 cdef bint tail_is_cached(
     const ManagerState* m, const Group* group, int32_t row

@@ -71,28 +71,25 @@ cdef bint is_reachable(
 
 
 # In another module than its caller: else gcc takes it for a function without effect.
-cdef void prefetch_events(
-    const ManagerState* m, const int32_t* rows, const int32_t* places, Py_ssize_t n
-) noexcept nogil:
+cdef void prefetch_events(const ManagerState* m, const int32_t* rows) noexcept nogil:
     # In a step of 256 requests 16 cache a block and 16 take one, each of which touches
     # six lines that are in no near cache: 3.6 us with this, 4.2 to 5.0 without.
     cdef const Group* group
     cdef GroupRow* held
     cdef int32_t* ids
-    cdef int32_t g, row
-    cdef Py_ssize_t i
+    cdef int32_t g, i, row
     cdef Key key
     for g in range(m.num_groups):
         group = &m.groups[g]
-        for i in range(n):
-            row = rows[places[i]]
+        for i in range(m.num_busy):
+            row = rows[m.busy[i]]
             held = &group.rows[row]
             ids = table_row(group, row)
             kvc_prefetch(ids + held.num_blocks)
             if may_cache(m, group, row):
                 kvc_prefetch(digest_of(m, group, row, held.num_cached))
-        for i in range(n):
-            row = rows[places[i]]
+        for i in range(m.num_busy):
+            row = rows[m.busy[i]]
             held = &group.rows[row]
             if may_cache(m, group, row):
                 kvc_prefetch(&m.pool.rows[table_row(group, row)[held.num_cached]])

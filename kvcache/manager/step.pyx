@@ -31,7 +31,7 @@ cdef Py_ssize_t serve_step(
         take_back(m, rows, news, 0, n)
         return -1
     starts[0] = 0
-    prefetch_events(m, rows, m.busy, m.num_busy)
+    prefetch_events(m, rows)
     m.serving = True
     try:
         serve_busy(m, rows, news, n, num_lookahead, starts, &served)
