@@ -270,11 +270,12 @@ cdef class Requests:
     cdef int cut(self, int32_t row, int64_t num_tokens) except -1:
         """Forget all tokens but the first, and the hashes that cover others."""
         cdef Content* content = &self.state.content[row]
+        made = self.content_of(row)  # raises before anything is forgotten
         content.num_tokens = <int32_t> num_tokens
         content.num_hashes = min(
             content.num_hashes, <int32_t> (num_tokens // self.state.hash_block_size)
         )
-        self.content_of(row).truncate(num_tokens, content.num_hashes)
+        made.truncate(num_tokens, content.num_hashes)
         return 0
 
     @cython.critical_section
