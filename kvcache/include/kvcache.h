@@ -95,8 +95,8 @@ typedef struct kvc_api {
     Py_ssize_t (*pool_match)(const kvc_pool *, const uint8_t *digests,
                              Py_ssize_t digest_length, Py_ssize_t n,
                              uint32_t group_id, int32_t *ids);
-    /* Cache blocks that have no content, each under the digest in its place. KVC_RAISED
-     * is not among the results: -2 is lack of memory, n a bad digest_length. */
+    /* Cache blocks that have no content, each under the digest in its place. Other
+     * results: -2 is lack of memory, n a bad digest_length. */
     Py_ssize_t (*pool_cache)(kvc_pool *, const int32_t *ids, const uint8_t *digests,
                              Py_ssize_t digest_length, Py_ssize_t n,
                              uint32_t group_id);
