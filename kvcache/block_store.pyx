@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache._args cimport as_int, no_copy, read_key
-from kvcache._lock cimport kvc_try_incref
+from kvcache._lock cimport kvc_lend, kvc_try_incref
 from kvcache._memory cimport allocate
 from kvcache._types cimport (
     ANCHOR,
@@ -109,6 +109,7 @@ cdef class BlockStore:
         cdef BlockMeta* row
         place_rows(self, n)
         self.num_blocks = <block_id_t> n
+        kvc_lend(<PyObject*> self)
         for i in range(ANCHOR, self.num_blocks):
             row = &self.rows[i]
             row.block_hash_num_tokens = NO_NUM_TOKENS
@@ -533,7 +534,11 @@ cdef class KVCacheBlock:
             if forward:
                 return self.loose.next_free_block
             return self.loose.prev_free_block
-        cdef BlockStore store = <BlockStore> self.store
+        # It may be going: then it waits for the lock, to leave this block its own row.
+        found = borrowed(self.store)
+        if found is None:
+            return None
+        cdef BlockStore store = <BlockStore> found
         cdef PyObject* me = <PyObject*> self
         if forward:
             if me == store.tail:
