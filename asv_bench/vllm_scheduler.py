@@ -169,7 +169,9 @@ def prompts(first: int) -> list[list[int]]:
 def decode(engine: Engine, turn: int, steps: int) -> tuple[float, Any]:
     """Nanoseconds of a step: the median of `steps`, of requests that run already."""
     if not engine.scheduler.running:
-        for request in engine.requests(prompts(0)):
+        # Of all lengths: in each step as many take a block, or fill one.
+        shorter = [prompt[i % BLOCK_SIZE :] for i, prompt in enumerate(prompts(0))]
+        for request in engine.requests(shorter):
             engine.scheduler.add_request(request)
         engine.step()
     done = [engine.step() for _ in range(steps)]

@@ -16,7 +16,6 @@ from kvcache import events, hashing
 from kvcache.hashing import functions
 
 UTILS = "vllm.v1.core.kv_cache_utils"
-SINGLE = "vllm.v1.core.single_type_kv_cache_manager"
 
 
 class BlockPool032(kvcache.BlockPool):
@@ -93,58 +92,6 @@ def init_none_hash_as(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         functions.NONE_HASH = importlib.import_module(UTILS).NONE_HASH
 
     return init_none_hash
-
-
-def find_longest_cache_hit_or(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`FullAttentionManager.find_longest_cache_hit`, or vLLM's: all blocks in one call.
-
-    vLLM's it is where hashes are of another size than blocks, where blocks are spread
-    over ranks, for derived managers and other specs, and on a pool that is not ours.
-    """
-    interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    owner = importlib.import_module(SINGLE).FullAttentionManager
-
-    def find_longest_cache_hit(
-        cls: Any,
-        block_hashes: Any,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: Any,
-        kv_cache_spec: Any,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> Any:
-        size = kv_cache_spec.block_size
-        if not (
-            cls is owner
-            and type(kv_cache_spec) is interface.FullAttentionSpec
-            and isinstance(block_pool, kvcache.BlockPool)
-            and type(block_hashes) is list
-            and size == alignment_tokens == block_pool.hash_block_size
-            and dcp_world_size == 1
-        ):
-            return theirs(
-                cls,
-                block_hashes,
-                max_length,
-                kv_cache_group_ids,
-                block_pool,
-                kv_cache_spec,
-                drop_eagle_block,
-                alignment_tokens,
-                dcp_world_size,
-                pcp_world_size,
-            )
-        hashes = block_hashes[: max_length // size]
-        groups = tuple(block_pool.match_prefix(hashes, kv_cache_group_ids))
-        if drop_eagle_block:  # its KV values are computed again
-            for blocks in groups:
-                del blocks[-1:]
-        return groups, len(groups[0]) * size
-
-    return find_longest_cache_hit
 
 
 AROUND = {

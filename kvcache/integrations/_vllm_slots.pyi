@@ -1,11 +1,8 @@
-from typing import Any
+from typing import Any, final
 
-def use(
-    method: Any,
-    full_attention_manager: type[Any],
-    sliding_window_manager: type[Any],
-    running_status: Any,
-) -> None: ...
+@final
+class Call: ...
+
 def allocate_slots(
     self: Any,
     request: Any,

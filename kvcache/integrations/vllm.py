@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 import kvcache
 from kvcache import events, hashing
 from kvcache.hashing import functions
-from kvcache.integrations import _vllm_parts, _vllm_slots
-from kvcache.integrations._vllm_parts import SINGLE, UTILS
+from kvcache.integrations import _vllm_caching as caching
+from kvcache.integrations import _vllm_known, _vllm_parts, _vllm_slots
+from kvcache.integrations._vllm_parts import UTILS
 
 SUPPORTED = ("0.32", "0.33")
 MODES = ("0", "pool", "manager")
 POOL = "vllm.v1.core.block_pool"
 MANAGER = "vllm.v1.core.kv_cache_manager"
-ALLOCATE = "KVCacheManager.allocate_slots"
-FIND_HITS = "FullAttentionManager.find_longest_cache_hit"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+SINGLE = "vllm.v1.core.single_type_kv_cache_manager"
 
 # The module that defines each name, and what kvcache puts there.
 POOL_SWAPS: dict[str, dict[str, Any]] = {
@@ -51,6 +52,15 @@ POOL_SWAPS: dict[str, dict[str, Any]] = {
         "xxhash_cbor": hashing.xxhash_cbor,
         "get_hash_fn_by_name": hashing.get_hash_fn_by_name,
     },
+}
+# The methods above the pool: module, class and method, and what stands for it.
+METHOD_SWAPS: dict[tuple[str, str], Any] = {
+    (MANAGER, "KVCacheManager.allocate_slots"): _vllm_slots.allocate_slots,
+    (MANAGER, "KVCacheManager.get_computed_blocks"): caching.get_computed_blocks,
+    (COORDINATOR, "KVCacheCoordinator.cache_blocks"): caching.cache_blocks,
+    (COORDINATOR, "KVCacheCoordinator.free"): caching.free,
+    (SINGLE, "FullAttentionManager.find_longest_cache_hit"): caching.find_full,
+    (SINGLE, "SlidingWindowManager.find_longest_cache_hit"): caching.find_window,
 }
 
 log = logging.getLogger("vllm.plugins.kvcache")
@@ -150,11 +160,20 @@ def _swaps(mode: str, version: str) -> Iterator[tuple[str, Any, Any]]:
         theirs = getattr(importlib.import_module(UTILS), name)
         yield name, theirs, around(theirs)
     if mode == "manager":
-        theirs = importlib.import_module(MANAGER).KVCacheManager.allocate_slots
-        yield ALLOCATE, theirs, _vllm_slots.allocate_slots
-        theirs = importlib.import_module(SINGLE).FullAttentionManager
-        theirs = theirs.find_longest_cache_hit.__func__
-        yield FIND_HITS, theirs, _vllm_parts.find_longest_cache_hit_or(theirs)
+        for (module, name), ours in METHOD_SWAPS.items():
+            yield name, _method(*_held_by(module, name)), ours
+
+
+def _held_by(module: str, name: str) -> tuple[Any, str]:
+    """The class and the name of a method given as `Class.method`."""
+    owner, _, method = name.partition(".")
+    return getattr(importlib.import_module(module), owner), method
+
+
+def _method(owner: Any, name: str) -> Any:
+    """The function behind a method, or a class method, of a class."""
+    method = getattr(owner, name)
+    return getattr(method, "__func__", method)
 
 
 def register() -> list[str]:
@@ -175,14 +194,11 @@ def register() -> list[str]:
         log.log(level, "kvcache: %s; vLLM runs as it is", todo.refusal)
         return []
     for name, theirs, ours in todo.swaps:
-        if name == ALLOCATE:
-            _take_over_slots(theirs, ours)
-        elif name == FIND_HITS:
-            manager = importlib.import_module(SINGLE).FullAttentionManager
-            _set(manager, "find_longest_cache_hit", classmethod(ours))
-        else:
+        if "." not in name:
             _replace(theirs, ours)
         _swapped.append(name)
+    if todo.mode == "manager":
+        _replace_methods()
     utils = importlib.import_module(UTILS)
     if hasattr(utils, "NONE_HASH"):
         functions.NONE_HASH = utils.NONE_HASH
@@ -231,13 +247,22 @@ def _derive(old: Any, theirs: Any, ours: Any) -> Any:
     return new
 
 
-def _take_over_slots(theirs: Any, ours: Any) -> None:
-    single = importlib.import_module(SINGLE)
-    status = importlib.import_module("vllm.v1.request").RequestStatus.RUNNING
-    _vllm_slots.use(
-        theirs, single.FullAttentionManager, single.SlidingWindowManager, status
+def _replace_methods() -> None:
+    # Looked up now: classes may have been derived anew.
+    stock = {}
+    for (module, name), ours in METHOD_SWAPS.items():
+        owner, method = _held_by(module, name)
+        stock[name] = _method(owner, method)
+        bound = isinstance(vars(owner)[method], classmethod)
+        _set(owner, method, classmethod(ours) if bound else ours)
+    _vllm_known.use(
+        stock,
+        importlib.import_module(MANAGER),
+        importlib.import_module(COORDINATOR),
+        importlib.import_module(SINGLE),
+        importlib.import_module("vllm.v1.kv_cache_interface"),
+        importlib.import_module("vllm.v1.request").RequestStatus,
     )
-    _set(importlib.import_module(MANAGER).KVCacheManager, "allocate_slots", ours)
 
 
 def _set(holder: Any, name: str, value: Any) -> None:
@@ -265,10 +290,10 @@ def check() -> str:
         return "\n".join([*lines, f"nothing is replaced: {todo.refusal}"])
     lines += [f"replaced: {name}" for name, _, _ in todo.swaps]
     if todo.mode == "pool":
-        lines += [f"not replaced: {name} (mode pool)" for name in (ALLOCATE, FIND_HITS)]
+        lines += [f"not replaced: {name} (mode pool)" for _, name in METHOD_SWAPS]
     lines.append(
-        "vLLM's own, as ever: coordinators and managers of groups, but for full"
-        " attention's hits; allocate_slots where a request takes, fills or gives back a"
-        " block"
+        "vLLM's own, as ever: groups that are neither full attention nor a sliding"
+        " window, hits that end inside a block, blocks spread over ranks; the log says"
+        " once of each kind of calls why"
     )
     return "\n".join(lines)

@@ -1,11 +1,13 @@
 """Random requests through vLLM 0.33's KVCacheManager and through kvcache's.
 
     python tests/manager/compare_with_vllm.py --operations 100000
+    python tests/manager/compare_with_vllm.py --plugin --operations 100000
     python tests/manager/compare_with_vllm.py --record tests/manager/recorded.json
 
 Run by a Python that has kvcache and vLLM. After every operation both sides are asked
 for all that can be seen of them: which blocks each request has in each group, hits,
-what fitted, free blocks and their order, statistics, events. The second form writes
+what fitted, free blocks and their order, statistics, events. The second form compares
+vLLM's manager with itself after kvcache's plugin was registered. The third form writes
 what vLLM answered, a checksum an operation, for tests where there is no vLLM. The
 operations of a seed are the same in every run, as long as the answers are.
 """
@@ -348,12 +350,14 @@ class Theirs:
 
     def __init__(self, config: Configuration) -> None:
         import torch
+        import vllm
         from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core.kv_cache_manager import KVCacheManager as Manager
         from vllm.v1.request import RequestStatus
 
         self.config = config
         self.status = RequestStatus
+        self.is_0_32 = vllm.__version__.startswith("0.32")  # hits have no limit there
         self.popped: list[Any] = []
         layer: dict[str, Any] = {
             "num_kv_heads": 1,
@@ -416,7 +420,8 @@ class Theirs:
         request.status = self.status.WAITING
 
     def match(self, request: Request, max_length: int | None) -> int:
-        blocks, hits, _ = self.manager.get_computed_blocks(request, max_length)
+        most = () if max_length is None or self.is_0_32 else (max_length,)
+        blocks, hits, _ = self.manager.get_computed_blocks(request, *most)
         self.hits[request.request_id] = blocks
         return int(hits)
 
@@ -948,6 +953,34 @@ def run(driver: Run, name: str, operations: int, seed: int) -> str:
     return "".join(sums)
 
 
+def compare_plugin(names: list[str], operations: int, seed: int) -> list[str]:
+    """Where vLLM answers otherwise once kvcache's plugin is registered."""
+    from kvcache.integrations import vllm as plugin
+
+    def answers() -> dict[str, str]:
+        sums = {}
+        for name in names:
+            config = CONFIGURATIONS[name]
+            driver = Run(config, seed_of(name, seed), [Theirs(config)])
+            sums[name] = run(driver, name, operations, seed)
+        return sums
+
+    stock = answers()
+    if "KVCacheManager.allocate_slots" not in plugin.register():
+        raise Different("the plugin did not register")
+    differences = []
+    for name, sums in answers().items():
+        for at in range(0, len(sums), 4):
+            if sums[at : at + 4] != stock[name][at : at + 4]:
+                differences.append(
+                    f"{name}: operation {at // 4 + 1} differs\n  again: python"
+                    f" tests/manager/compare_with_vllm.py --plugin --configuration"
+                    f" {name!r} --operations {at // 4 + 1} --seed {seed}"
+                )
+                break
+    return differences
+
+
 def record() -> dict[str, str]:
     """What vLLM alone answers to the recorded operations."""
     return {
@@ -975,6 +1008,7 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=100_000, help="in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--configuration", choices=CONFIGURATIONS, help="only this one")
+    parser.add_argument("--plugin", action="store_true", help="vLLM's, and with plugin")
     parser.add_argument("--record", type=Path, help="write vLLM's answers instead")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # a reset that is refused
@@ -988,6 +1022,10 @@ def main() -> None:
     names = [options.configuration] if options.configuration else list(CONFIGURATIONS)
     each = -(-options.operations // len(names))
     failed = False
+    if options.plugin:
+        found = compare_plugin(names, each, options.seed)
+        print("\n".join(found) or f"{len(names)} configurations, {each} each: equal")
+        raise SystemExit(bool(found))
     for name in names:
         try:
             sums = compare(name, each, options.seed)
