@@ -813,6 +813,15 @@ def mistakes(pair: Pair, other: Pair) -> Iterator[tuple]:
     yield ValueError, "__init__", n, True, UNIT
 
 
+MACHINES = {
+    f"pools{', caching' * caching}{', events' * events}": partial(
+        PoolMachine, caching, events
+    )
+    for caching in (False, True)
+    for events in (False, True)
+}
+
+
 @pytest.mark.parametrize("events", [False, True], ids=["silent", "events"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no_caching"])
 def test_pools_do_what_their_models_do(caching: bool, events: bool) -> None:

@@ -270,6 +270,9 @@ def same(found: Iterable[KVCacheBlock], expected: list[KVCacheBlock]) -> bool:
     return [id(block) for block in found] == [id(block) for block in expected]
 
 
+MACHINES = {"queue": QueueMachine}  # of tests/soak.py, here and in the other files
+
+
 def test_queues_do_what_lists_do() -> None:
     run_state_machine_as_test(
         QueueMachine,

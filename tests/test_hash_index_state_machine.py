@@ -296,6 +296,9 @@ def test_a_map_of_a_pool_does_what_dicts_do() -> None:
     )
 
 
+MACHINES = {"map by hand": HandMadeMapMachine, "map of a pool": PoolMapMachine}
+
+
 def digest_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
 

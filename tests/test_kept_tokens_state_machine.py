@@ -261,6 +261,9 @@ class KeptTokensMachine(RuleBasedStateMachine):
         self.spare = []
 
 
+MACHINES = {"kept tokens": KeptTokensMachine}
+
+
 def test_random_use_finds_what_the_model_finds() -> None:
     run_state_machine_as_test(
         KeptTokensMachine,

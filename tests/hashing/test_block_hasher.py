@@ -542,6 +542,7 @@ class Growing(RuleBasedStateMachine):
             )
 
 
+MACHINES = {"hasher": Growing}
 TestGrowing = Growing.TestCase
 TestGrowing.settings = settings(max_examples=30, deadline=None)
 

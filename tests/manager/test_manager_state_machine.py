@@ -638,21 +638,22 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.real.take_events() == [] or self.events
 
 
-def run(groups: list[Any], caching: bool) -> None:
-    machine = type("Machine", (ManagerMachine,), {"groups": groups, "caching": caching})
+def machine_of(groups: list[Any], caching: bool) -> type[ManagerMachine]:
+    return type("Machine", (ManagerMachine,), {"groups": groups, "caching": caching})
+
+
+MACHINES = {
+    f"manager, {name}": machine_of(groups, table is MODELS)
+    for table in (MODELS, UNCACHED)
+    for name, groups in table.items()
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_manager_does_what_its_model_does(name: str) -> None:
     run_state_machine_as_test(
-        machine,
+        MACHINES[name],
         settings=settings(
             max_examples=40, stateful_step_count=40, deadline=None, database=None
         ),
     )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_manager_that_caches_does_what_its_model_does(name: str) -> None:
-    run(MODELS[name], caching=True)
-
-
-@pytest.mark.parametrize("name", UNCACHED)
-def test_a_manager_that_does_not_cache_does_what_its_model_does(name: str) -> None:
-    run(UNCACHED[name], caching=False)

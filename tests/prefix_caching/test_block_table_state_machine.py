@@ -216,6 +216,12 @@ class PrefixCachingTableMachine(TableMachine):
     kind = "prefix_caching"
 
 
+MACHINES = {
+    "block tables, naive": NaiveTableMachine,
+    "block tables, prefix caching": PrefixCachingTableMachine,
+}
+
+
 @pytest.mark.parametrize("machine", [NaiveTableMachine, PrefixCachingTableMachine])
 def test_tables_hold_what_lists_hold(machine: type[TableMachine]) -> None:
     run_state_machine_as_test(

@@ -134,6 +134,9 @@ class EvictorMachine(RuleBasedStateMachine):
                     self.evictor.update(some_id, time)
 
 
+MACHINES = {"evictor": EvictorMachine}
+
+
 def test_an_evictor_does_what_a_searched_dict_does() -> None:
     run_state_machine_as_test(
         EvictorMachine,
