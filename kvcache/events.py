@@ -111,9 +111,17 @@ def event_classes() -> EventClasses:
 
 
 def use_event_classes(classes: EventClasses) -> None:
-    """Build all further events, of every pool, from these classes."""
+    """Build all further events, of every pool, from these classes.
+
+    Raises:
+        TypeError: They are not three callables.
+    """
     global _classes
-    _classes = EventClasses(*classes)
+    chosen = EventClasses(*classes)
+    for one in chosen:
+        if not callable(one):
+            raise TypeError(f"an event class makes events, got {one!r}")
+    _classes = chosen
 
 
 def external_hashes(block_hashes: list[bytes]) -> list[ExternalBlockHash]:

@@ -17,9 +17,14 @@ def make_block_hash_with_group_id(block_hash: bytes, group_id: int) -> bytes:
     """The key of a block hash in a group.
 
     Raises:
-        OverflowError: group_id is negative or needs more than 4 bytes.
+        ValueError: group_id is negative or needs more than 4 bytes.
     """
-    return block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")
+    try:
+        return block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")
+    except OverflowError:
+        raise ValueError(
+            f"group_id must be from 0 to 4294967295, got {group_id}"
+        ) from None
 
 
 def get_block_hash(key: bytes) -> bytes:

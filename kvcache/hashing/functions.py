@@ -48,6 +48,7 @@ def as_cbor(value: Any) -> bytes:
 
     Raises:
         ModuleNotFoundError: cbor2 is not installed.
+        TypeError: There is none of it.
     """
     global _cbor2_dumps
     if _cbor2_dumps is None:
@@ -57,7 +58,10 @@ def as_cbor(value: Any) -> bytes:
             "sha256_cbor and xxhash_cbor need cbor2: pip install 'kvcache[cbor]'",
             name="cbor2",
         )
-    encoded: bytes = _cbor2_dumps(value, canonical=True)
+    try:
+        encoded: bytes = _cbor2_dumps(value, canonical=True)
+    except _optional("cbor2", "CBOREncodeError") as error:
+        raise TypeError(f"no CBOR of {value!r}: {error}") from error
     return encoded
 
 

@@ -12,4 +12,4 @@ cdef class BlockTables(Requests):
     cdef int check_unshared(self, int32_t row, int64_t num_tokens) except -1
     cdef int check_window(self, int32_t row, int64_t num_tokens) except -1
     cdef Py_ssize_t table_bytes(self) noexcept
-    cdef object row_view(self, Py_ssize_t g, int32_t row)
+    cdef object row_view(self, const Group* group, int32_t row)

@@ -143,9 +143,8 @@ cdef class BlockTables(Requests):
             as_int(group_id, "kv_cache_group_id", 0, self.state.num_groups - 1)
         ]
 
-    cdef object row_view(self, Py_ssize_t g, int32_t row):
+    cdef object row_view(self, const Group* group, int32_t row):
         """A group's blocks of a request, int32, without a copy."""
-        cdef Group* group = &self.state.groups[g]
         cdef cnp.npy_intp shape = group.rows[row].num_blocks
         cdef cnp.ndarray array = cnp.PyArray_SimpleNewFromData(
             1, &shape, cnp.NPY_INT32, table_row(group, row)
@@ -278,8 +277,7 @@ cdef class BlockTables(Requests):
         holds: copy it to keep it beyond the next call.
         """
         cdef int32_t at = self.find_row(row)
-        self.group(kv_cache_group_id)
-        return self.row_view(kv_cache_group_id, at)
+        return self.row_view(self.group(kv_cache_group_id), at)
 
     @cython.critical_section
     def block_table(self, kv_cache_group_id=0):

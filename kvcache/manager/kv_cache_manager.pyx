@@ -158,6 +158,7 @@ cdef class KVCacheManager(BlockTables):
         Raises:
             ValueError: Names the first group, and why.
         """
+        hash_block_size = as_int(hash_block_size, "hash_block_size", 1, MAX_BLOCKS)
         for group in groups:
             if isinstance(group, (kinds.Mamba, kinds.CrossAttention)):
                 raise ValueError(f"{group} goes with enable_caching=False only")
@@ -467,7 +468,7 @@ cdef class KVCacheManager(BlockTables):
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
             held = &group.rows[at]
-            parts.append(self.row_view(g, at)[held.num_nulls :].copy())
+            parts.append(self.row_view(&self.state.groups[g], at)[held.num_nulls :].copy())
         popped = np.concatenate(parts)
         for g in range(self.state.num_groups):
             held = &self.state.groups[g].rows[at]
@@ -546,7 +547,7 @@ cdef class KVCacheManager(BlockTables):
             full = shared_blocks(&self.state, group, at)
             held[0] = theirs[0]
             memcpy(into, ids, full * sizeof(int32_t))
-            self.block_pool.touch_block_ids(self.row_view(g, child)[:full])
+            self.block_pool.touch_block_ids(self.row_view(&self.state.groups[g], child)[:full])
             for i in range(full, theirs.num_blocks):
                 into[i] = NULL_BLOCK
                 if ids[i] != NULL_BLOCK:

@@ -5,7 +5,7 @@ cdef class BlockList:
     cdef readonly list _blocks
     cdef readonly list _block_ids
 
-    cdef Py_ssize_t place(self, Py_ssize_t index) except -1
+    cdef Py_ssize_t place(self, object block_index) except -1
     cdef int add(self, object block) except -1
     cdef int add_tokens(self, Py_ssize_t index, object token_ids) except -1
     cdef int put(self, Py_ssize_t index, object block) except -1

@@ -11,6 +11,9 @@ from kvcache._args cimport no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache.errors import BlockStateError
 
+cdef extern from "Python.h":
+    Py_ssize_t PyNumber_AsSsize_t(object, object) except? -1
+
 
 cdef object id_of(object block, Py_ssize_t index):
     try:
@@ -76,8 +79,9 @@ cdef class BlockList:
         self._block_ids[index] = block_id
         return 0
 
-    cdef Py_ssize_t place(self, Py_ssize_t index) except -1:
+    cdef Py_ssize_t place(self, object block_index) except -1:
         """An index from the front, for one from either end."""
+        cdef Py_ssize_t index = PyNumber_AsSsize_t(block_index, IndexError)
         cdef Py_ssize_t count = len(self._blocks)
         if not -count <= index < count:
             raise IndexError(f"there is no block {index} in a list of {count}")
