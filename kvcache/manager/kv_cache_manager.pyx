@@ -468,7 +468,7 @@ cdef class KVCacheManager(BlockTables):
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
             held = &group.rows[at]
-            parts.append(self.row_view(&self.state.groups[g], at)[held.num_nulls :].copy())
+            parts.append(self.row_view(group, at)[held.num_nulls :].copy())
         popped = np.concatenate(parts)
         for g in range(self.state.num_groups):
             held = &self.state.groups[g].rows[at]
@@ -547,7 +547,7 @@ cdef class KVCacheManager(BlockTables):
             full = shared_blocks(&self.state, group, at)
             held[0] = theirs[0]
             memcpy(into, ids, full * sizeof(int32_t))
-            self.block_pool.touch_block_ids(self.row_view(&self.state.groups[g], child)[:full])
+            self.block_pool.touch_block_ids(self.row_view(group, child)[:full])
             for i in range(full, theirs.num_blocks):
                 into[i] = NULL_BLOCK
                 if ids[i] != NULL_BLOCK:
