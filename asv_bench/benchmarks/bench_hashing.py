@@ -10,7 +10,6 @@ import kvcache
 from kvcache import hashing
 
 from .common import BLOCK_SIZE, SEED, scatter
-from .valgrind import instructions, skip_without_valgrind
 
 CHAIN = 1_000  # blocks
 VOCABULARY = 128_256
@@ -142,43 +141,3 @@ class Match:
 
     def time_match(self, algorithm, num_blocks):
         self.match(next(self.prompts))
-
-
-# Run twice under valgrind, for a short and a long chain: the difference is hashing.
-COUNTED = """
-import gc, sys
-import numpy as np
-from kvcache import hashing
-from kvcache.hashing.sha2 import sha256_paths
-gc.disable()
-kind, num_blocks = sys.argv[1], int(sys.argv[2])
-if len(sha256_paths()) > 1:
-    sys.exit(f"not the portable path: {sha256_paths()}")
-tokens = (np.arange(16 * 4_100) * 7_919 % 128_256).astype(np.int32)
-if kind == "list":
-    tokens = tokens.tolist()
-# Both parts, so that cutting them takes the same whatever their lengths.
-tokens, rest = tokens[:16 * num_blocks], tokens[16 * num_blocks:]
-hashing.hash_blocks(tokens, 16, bytes(range(32)), hash_fn=hashing.sha256)
-"""
-SHORT, LONG = 100, 4_100  # blocks: what else varies must weigh little
-
-
-class Instructions:
-    """Deterministic: instructions to hash one 16-token block with sha256.
-
-    Valgrind hides the CPU's SHA instructions, so this counts the portable C path; the
-    path with them is timed.
-    """
-
-    params = (["list", "int32"],)
-    param_names = ("tokens",)
-    timeout = 120
-
-    def setup(self, kind):
-        skip_without_valgrind()
-
-    def track_instructions_portable(self, kind):
-        return instructions(COUNTED, SHORT, LONG, kind)
-
-    track_instructions_portable.unit = "instructions"

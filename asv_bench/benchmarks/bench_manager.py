@@ -14,7 +14,6 @@ from kvcache import hashing
 from kvcache.manager import FullAttention, KVCacheManager, SlidingWindow
 
 from .common import BLOCK_SIZE, SEED, scatter
-from .valgrind import instructions, skip_without_valgrind
 
 POOL = 100_000  # blocks
 PROMPT = 63  # blocks: 1,008 tokens
@@ -203,37 +202,3 @@ class Hits:
         return manager.take_prefix_cache_stats().hit_rate
 
     track_hit_rate.unit = "share of the tokens"
-
-
-# Rounds are steps, of which 16 make a cycle. Blocks come from the front of a new pool.
-DECODE = """
-import gc, sys
-import numpy as np
-from kvcache.manager import FullAttention, KVCacheManager
-gc.disable()
-steps = int(sys.argv[1])
-manager = KVCacheManager(
-    20_000, [FullAttention(16)], max_model_len=4_096, max_num_requests=256
-)
-for i in range(256):
-    hashes = [b"%16d%16d" % (i, k) for k in range(32)]
-    row = manager.add_request(hashes=hashes, num_tokens=512)
-    manager.allocate_slots(row, 16 + i % 16)
-rows, one = np.arange(256, dtype=np.int32), np.ones(256, np.int32)
-for _ in range(steps):
-    manager.allocate_step(rows, one)
-"""
-
-
-class Instructions:
-    """Deterministic: instructions a step of 256 requests in one call."""
-
-    timeout = 120
-
-    def setup(self):
-        skip_without_valgrind()
-
-    def track_allocate_step(self):
-        return instructions(DECODE, 16, 16 + 320)
-
-    track_allocate_step.unit = "instructions"

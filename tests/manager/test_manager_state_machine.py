@@ -411,6 +411,11 @@ class ManagerMachine(RuleBasedStateMachine):
         scheduled: bool = True,
     ) -> None:
         options = (external, encoder, delay, must_fit, reserved, scheduled)
+        request = self.model.rows.get(row)
+        if request and has_drafts(request):  # in flight until they are settled
+            count = request.computed - len(request.tokens)
+            self.model.set_in_flight(row, count)
+            self.real.set_in_flight(row, count)
 
         def actual() -> Any:
             found = self.real.allocate_slots(
@@ -453,10 +458,6 @@ class ManagerMachine(RuleBasedStateMachine):
         row = self.draw_row(data, is_running)
         request = self.model.rows.get(row)
         left = len(request.tokens) - request.computed if request else 1
-        if request and left < 0:  # drafts stay in flight until they are settled
-            count = -left
-            self.model.set_in_flight(row, count)
-            self.real.set_in_flight(row, count)
         new = data.draw(st.integers(0, max(left, 0)), label="new") + drafts
         self.allocate(
             row, new, lookahead, delay=delay, must_fit=must_fit, reserved=reserved
