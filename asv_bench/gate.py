@@ -101,7 +101,8 @@ def main() -> None:
     same_tools = accepted["tools"] == tools()
     if not same_tools:
         print(
-            f"instructions and imports are not compared: {tools()}, not {accepted['tools']}"
+            f"instructions and imports are not compared: they were accepted with"
+            f" {accepted['tools']}, here are {tools()}"
         )
     failed = 0
     for name in sorted({*now, *accepted["values"]}):
