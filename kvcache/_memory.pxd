@@ -3,6 +3,7 @@
 # PyMem_Raw* reports every byte to tracemalloc and may be called without the GIL.
 from cpython.mem cimport PyMem_RawCalloc
 from libc.stdint cimport SIZE_MAX
+from libc.string cimport memcpy
 
 
 cdef extern from *:
@@ -52,3 +53,9 @@ cdef inline void* allocate(size_t count, size_t size, str what) except NULL:
     if memory == NULL:
         raise MemoryError(f"cannot allocate {int(count) * size} bytes for {what}")
     return memory
+
+
+cdef inline void copy_bytes(void* to, const void* source, size_t n) noexcept nogil:
+    """memcpy, but of nothing also from or to NULL, which memcpy leaves undefined."""
+    if n:
+        memcpy(to, source, n)

@@ -18,7 +18,7 @@ from libc.string cimport memcpy, memset
 
 from kvcache._args cimport as_int, no_copy, read_key
 from kvcache._lock cimport kvc_lend
-from kvcache._memory cimport allocate, kvc_prefetch, zeroed
+from kvcache._memory cimport allocate, copy_bytes, kvc_prefetch, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
     FLAG_TOKENS_KEPT,
@@ -86,7 +86,8 @@ cdef void index_free(HashIndex* index) noexcept nogil:
 
 cdef void index_clear(HashIndex* index) noexcept nogil:
     """Forget every entry. The rows' own fields are the caller's to clear."""
-    memset(index.slots, 0, index.num_slots * sizeof(Slot))
+    if index.slots != NULL:
+        memset(index.slots, 0, index.num_slots * sizeof(Slot))
     index.num_keys = 0
     if index.side != NULL:
         memset(index.side, 0, index.side_capacity * sizeof(SideEntry))
@@ -135,8 +136,7 @@ cdef int index_reserve(
         side = <SideEntry*> zeroed(capacity, sizeof(SideEntry))
         if side == NULL:
             return -1
-        if start:
-            memcpy(side, index.side, start * sizeof(SideEntry))
+        copy_bytes(side, index.side, start * sizeof(SideEntry))
         PyMem_RawFree(index.side)
         index.side = side
         index.side_capacity = <int32_t> capacity

@@ -13,10 +13,10 @@ cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport int32_t
-from libc.string cimport memcpy
 
 from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
+from kvcache._memory cimport copy_bytes
 from kvcache.hashing.blocks cimport (
     MAX_BLOCK_SIZE,
     checked_parent,
@@ -93,10 +93,9 @@ cdef class BlockHasher:
         """The tokens, int64, shape (num_tokens,), a copy."""
         cdef cnp.npy_intp shape = self.num_tokens
         cdef cnp.ndarray ids = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
-        if self.num_tokens:
-            memcpy(
-                cnp.PyArray_DATA(ids), self.tokens, self.num_tokens * sizeof(int64_t)
-            )
+        copy_bytes(
+            cnp.PyArray_DATA(ids), self.tokens, self.num_tokens * sizeof(int64_t)
+        )
         return ids
 
     @property
@@ -187,7 +186,7 @@ cdef class BlockHasher:
         cdef const int32_t* narrow = <const int32_t*> source.data
         cdef Py_ssize_t i
         if source.width == sizeof(int64_t):
-            memcpy(out, source.data, source.count * sizeof(int64_t))
+            copy_bytes(out, source.data, source.count * sizeof(int64_t))
         else:
             for i in range(source.count):
                 out[i] = narrow[i]

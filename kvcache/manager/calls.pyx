@@ -5,8 +5,7 @@ Invariant: a call that returns an error has changed nothing, but for RAISED.
 Costs: as the operations, and a comparison or two an argument.
 Threads: one at a time on one manager; the caller sees to it.
 """
-from libc.string cimport memcpy
-
+from kvcache._memory cimport copy_bytes
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.manager.manager_state cimport (
     PREEMPTED,
@@ -70,7 +69,9 @@ cdef int add_digests(
         return BAD_ARGUMENT
     if not reserve_digests(m, row, num_hashes):
         return NO_MEMORY
-    memcpy(content.digests + content.num_hashes * length, digests, num_hashes * length)
+    copy_bytes(
+        content.digests + content.num_hashes * length, digests, num_hashes * length
+    )
     content.num_hashes += <int32_t> num_hashes
     m.digest_length = <int32_t> length
     return 0

@@ -22,6 +22,7 @@ import builtins
 
 from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport unshared
+from kvcache._memory cimport copy_bytes
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.prefix_hash cimport (
     copy_small_tokens,
@@ -136,8 +137,7 @@ cdef class TokenBlock:
         if n and (self.room is None or Py_REFCNT(<PyObject*> self.room) > 1):
             room = PyBytes_FromStringAndSize(NULL, self.size * sizeof(int64_t))
             tokens = <int64_t*> PyBytes_AS_STRING(room)
-            if self.num_tokens:
-                memcpy(tokens, self.tokens, self.num_tokens * sizeof(int64_t))
+            copy_bytes(tokens, self.tokens, self.num_tokens * sizeof(int64_t))
             self.room, self.tokens = room, tokens
         return 0
 

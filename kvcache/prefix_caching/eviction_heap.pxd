@@ -35,7 +35,6 @@ cdef inline bint heap_contains(
 cdef int heap_init(EvictionHeap* heap, Py_ssize_t capacity) except -1
 cdef int heap_grow(EvictionHeap* heap, Py_ssize_t capacity) except -1
 cdef void heap_free(EvictionHeap* heap) noexcept nogil
-cdef void heap_clear(EvictionHeap* heap) noexcept nogil
 # The row is not in the heap.
 cdef void heap_add(
     EvictionHeap* heap,

@@ -6,9 +6,9 @@ all else O(log n); 44 bytes a row. Threads: none of this is locked; the GIL or t
 caller's lock guards it.
 """
 from cpython.mem cimport PyMem_RawFree
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, copy_bytes
 
 cdef enum:
     # A node has 1 << SHIFT children. A pop and an add of the latest, 1,000 / 100,000
@@ -46,10 +46,9 @@ cdef int heap_grow(EvictionHeap* heap, Py_ssize_t capacity) except -1:
         PyMem_RawFree(place)
         raise
     memset(place, 0xFF, capacity * sizeof(int32_t))  # -1 in every one
-    if heap.capacity:
-        memcpy(entries, heap.entries, heap.capacity * sizeof(EvictionEntry))
-        memcpy(place, heap.place, heap.capacity * sizeof(int32_t))
-        memcpy(added, heap.added, heap.capacity * sizeof(uint64_t))
+    copy_bytes(entries, heap.entries, heap.capacity * sizeof(EvictionEntry))
+    copy_bytes(place, heap.place, heap.capacity * sizeof(int32_t))
+    copy_bytes(added, heap.added, heap.capacity * sizeof(uint64_t))
     PyMem_RawFree(heap.entries)
     PyMem_RawFree(heap.place)
     PyMem_RawFree(heap.added)
@@ -63,11 +62,6 @@ cdef void heap_free(EvictionHeap* heap) noexcept nogil:
     PyMem_RawFree(heap.place)
     PyMem_RawFree(heap.added)
     memset(heap, 0, sizeof(EvictionHeap))
-
-
-cdef void heap_clear(EvictionHeap* heap) noexcept nogil:
-    memset(heap.place, 0xFF, heap.capacity * sizeof(int32_t))
-    heap.count = 0
 
 
 cdef inline bint goes_before(

@@ -3,6 +3,7 @@
 vLLM itself judges the plugin in its own test suite and in engine_with_vllm.py.
 """
 
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -151,5 +152,5 @@ def test_importing_the_plugin_imports_no_vllm() -> None:
         "import sys, kvcache.integrations.vllm;"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'vllm']"
     )
-    path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", program], check=True, env=path)
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
