@@ -40,7 +40,7 @@ def allocator_rows(stock: Allocators) -> list[Row]:
     def row(work: str, floor: float | None, side: Callable, *args: Any) -> TimeRow:
         """Both sides make the same calls."""
         mine, theirs = (partial(side, of, *args) for of in (ours, stock))
-        return TimeRow(f"v0: {work}", floor, mine, theirs)
+        return TimeRow(f"v0: {work}", floor, mine, theirs, against=f"vLLM {RELEASE}")
 
     allocate, free = "allocate_immutable_blocks", "free, a call a block"
     return [

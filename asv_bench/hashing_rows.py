@@ -43,9 +43,11 @@ class BesideRow(LimitRow):
     def measure(self, pace: Pace) -> Result:
         if self.theirs is None:
             return super().measure(pace)
-        result = TimeRow(self.work, None, self.ours, self.theirs).measure(pace)
-        if self.limit and result.ours:
+        row = TimeRow(self.work, None, self.ours, self.theirs, against="SGLang")
+        result = row.measure(pace)
+        if self.limit and result.ours and result.stock:
             result.floor = f"<= {self.limit:g} ns"
+            result.least = result.stock / self.limit
             result.reached = result.ours <= self.limit
         return result
 

@@ -42,17 +42,20 @@ class Result:
     """A row's figures.
 
     `low` and `high` are the 10th and 90th percentile of the ratios, or of our times
-    where there is no stock side.
+    where there is no stock side. `least` is the ratio at which the floor is met, also
+    where that is one of nanoseconds or bytes.
     """
 
     work: str
     unit: str
     floor: str
+    against: str = "vLLM"
     ours: float | None = None
     stock: float | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
+    least: float | None = None
     rounds: int = 0
     reached: bool | None = None
     note: str = ""
@@ -71,6 +74,7 @@ class TimeRow:
     stock: Callable[[], Side]
     long: bool = False  # one loop takes far longer than a sample should
     collector: bool = False  # whether the garbage collector is on
+    against: str = "vLLM"  # whose the other side is
     unit = "ns"
 
     def measure(self, pace: Pace) -> Result:
@@ -93,11 +97,13 @@ class TimeRow:
             self.work,
             self.unit,
             floor=f"{self.floor:g}x" if self.floor else "-",
+            against=self.against,
             ours=median(times[0]),
             stock=median(times[1]),
             ratio=ratio,
             low=deciles[0],
             high=deciles[-1],
+            least=self.floor,
             rounds=rounds,
             reached=ratio >= self.floor if self.floor else None,
         )
@@ -160,6 +166,7 @@ class BytesRow:
             ours=ours,
             stock=stock,
             ratio=stock / ours,
+            least=stock / self.limit if self.limit else None,
             rounds=1,
             reached=ours <= self.limit if self.limit else None,
         )

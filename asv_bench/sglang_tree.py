@@ -8,15 +8,15 @@ others, is not imported. A tree that is not installed costs its rows their other
 from __future__ import annotations
 
 import importlib
-import sys
 from array import array
 from collections.abc import Callable
-from importlib import machinery, metadata, util
+from importlib import machinery, util
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from by_path import folder_of, how_to_install, version_of
 from measure import Unavailable
 
 RELEASE = "0.5.23"
@@ -45,19 +45,15 @@ def import_sglang(peers: Path) -> SGLang:
         Unavailable: It is not there or does not load; the message says what to do.
     """
     where = peers / "sglang"
-    package = machinery.PathFinder.find_spec("sglang", [str(where), *sys.path])
     try:
-        if package is None or not package.submodule_search_locations:
-            raise ImportError("no module named sglang")
-        root = Path(next(iter(package.submodule_search_locations)))
+        root = folder_of("sglang", where)
         bindings = load(root / ROOM)
     except ImportError as error:
         raise Unavailable(
-            f"No SGLang beside keyed ({error}). To have it: {sys.executable} -m pip"
-            f" install --no-deps --target {where} sglang=={RELEASE}"
+            f"No SGLang beside keyed ({error}). To have it:"
+            f" {how_to_install(where, f'sglang=={RELEASE}')}"
         ) from error
-    found = metadata.distributions(name="sglang", path=[str(root.parent)])
-    return SGLang(bindings, next((each.version for each in found), "unknown"))
+    return SGLang(bindings, version_of("sglang", root.parent))
 
 
 def load(room: Path) -> ModuleType:

@@ -1,10 +1,11 @@
 """kvcache and stock vLLM in one process, in turns: ours, theirs, ratio, spread.
 
     python asv_bench/side_by_side.py [--rows SUBSTRING] [--quick] [--json FILE]
+                                     [--plot FILE]
 
 Run by a Python that has kvcache and vLLM 0.33. Only the ratios of one run mean
 anything; the nanoseconds are there for scale. A row that kvcache loses is shown too.
-The rows of `keyed` are beside SGLang's radix tree, where it is installed.
+Some rows are beside vLLM 0.8.5, SGLang, TokenSpeed or LMDeploy, where these are there.
 """
 
 from __future__ import annotations
@@ -15,18 +16,30 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import plots
+from lmdeploy_engine import import_lmdeploy
 from measure import Pace, Result, Row, Unavailable
 from sglang_tree import import_sglang
+from tokenspeed_engine import import_tokenspeed
 from vllm_v0 import import_v0
 
 RELEASE = "0.33"
 FULL = Pace(rounds=41, long_rounds=5, samples=5, sample_ns=2_000_000)
 QUICK = Pace(rounds=7, long_rounds=2, samples=5, sample_ns=1_000_000)
+ROOMS = (
+    "pool_rows",
+    "hashing_rows",
+    "manager_rows",
+    "scheduler_rows",
+    "allocator_rows",
+    "peer_rows",
+)
 HEADS = ("work", "ours a block", "stock", "ratio", "spread", "floor", "reached")
 
 
@@ -34,38 +47,37 @@ def main() -> None:
     options = parse_arguments()
     stock = import_vllm(options.peers)
     kvcache, rooms = import_kvcache()
-    try:
-        sglang = import_sglang(options.peers)
-    except Unavailable as error:
-        sglang = None
-        print(error)
-    try:
-        v0 = import_v0(options.peers)
-    except Unavailable as error:
-        v0 = None
-        print(error)
+    sglang = there(import_sglang, options.peers)
+    v0 = there(import_v0, options.peers)
+    tokenspeed = there(import_tokenspeed, options.peers)
+    lmdeploy = there(import_lmdeploy, options.peers)
     machine = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "kvcache": kvcache.__version__,
         "vllm": stock.version,
-        "vllm_v0": v0.version if v0 else "none",
-        "sglang": sglang.version if sglang else "none",
+        "vllm_v0": version_of(v0),
+        "sglang": version_of(sglang),
+        "tokenspeed": version_of(tokenspeed),
+        "lmdeploy": version_of(lmdeploy),
     }
-    pool_rows, hashing_rows, manager_rows, allocator_rows = rooms
-    notes = " ".join(room.NOTES for room in rooms)
+    notes = " ".join(room.NOTES for room in vars(rooms).values())
     rows = chosen(
-        pool_rows.pool_rows(stock.BlockPool)
-        + hashing_rows.hashing_rows(stock, sglang)
-        + manager_rows.manager_rows(stock)
-        + (allocator_rows.allocator_rows(v0) if v0 else []),
+        rooms.pool_rows.pool_rows(stock.BlockPool)
+        + rooms.hashing_rows.hashing_rows(stock, sglang)
+        + rooms.manager_rows.manager_rows(stock)
+        + rooms.scheduler_rows.scheduler_rows()
+        + (rooms.allocator_rows.allocator_rows(v0) if v0 else [])
+        + rooms.peer_rows.peer_rows(tokenspeed, lmdeploy),
         options.rows,
     )
     pace = QUICK if options.quick else FULL
     print(
-        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, "
-        "vLLM {vllm} and {vllm_v0}, SGLang {sglang}".format(**machine)
+        "{cpu}, {cores} cores, {python}, kvcache {kvcache}, vLLM {vllm} and {vllm_v0},"
+        " SGLang {sglang}, TokenSpeed {tokenspeed}, LMDeploy {lmdeploy}".format(
+            **machine
+        )
     )
     if not stock.version.startswith(RELEASE):
         print(f"The floors were set against vLLM {RELEASE}.")
@@ -84,6 +96,22 @@ def main() -> None:
             "rows": [result.as_dict() for result in results],
         }
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot:
+        plots.ratios(results, machine, options.plot)
+
+
+def there(load: Callable[[Path], Any], peers: Path) -> Any:
+    """What an engine's loader gives; None, and why, where it is not there."""
+    try:
+        return load(peers)
+    except Unavailable as error:
+        print(error)
+        return None
+
+
+def version_of(engine: Any) -> str:
+    version: str = engine.version if engine else "none"
+    return version
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,6 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few and short rounds")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    plots.add_option(parser)
     parser.add_argument(
         "--peers",
         default=default,
@@ -103,7 +132,9 @@ def parse_arguments() -> argparse.Namespace:
         type=lambda text: Path(text).expanduser(),
         help="where setup.sh put vLLM (default: $KVCACHE_PEERS, else %(default)s)",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    plots.check(options.plot, parser)
+    return options
 
 
 def import_vllm(peers: Path) -> Any:
@@ -150,7 +181,7 @@ def import_vllm(peers: Path) -> Any:
     )
 
 
-def import_kvcache() -> tuple[Any, tuple[Any, Any, Any, Any]]:
+def import_kvcache() -> tuple[Any, SimpleNamespace]:
     """kvcache, and the rows about its rooms; exits with 2 without it."""
     try:
         import kvcache
@@ -160,12 +191,7 @@ def import_kvcache() -> tuple[Any, tuple[Any, Any, Any, Any]]:
             f"{sys.executable} -m pip install . cython",
             f"{sys.executable} {' '.join(sys.argv)}",
         )
-    import allocator_rows
-    import hashing_rows
-    import manager_rows
-    import pool_rows
-
-    return kvcache, (pool_rows, hashing_rows, manager_rows, allocator_rows)
+    return kvcache, SimpleNamespace(**{room: import_module(room) for room in ROOMS})
 
 
 def stop(problem: str, *commands: str) -> NoReturn:

@@ -23,6 +23,8 @@ from statistics import median, quantiles
 from time import perf_counter_ns as clock
 from typing import Any
 
+from measure import Side, Unavailable
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_PLUGINS"] = ""  # this script registers and unregisters by itself
 
@@ -30,6 +32,8 @@ BLOCK_SIZE = 16
 RUNNING = 256
 PROMPT = 1_024
 POOL = 60_000
+AT_ONCE = 16
+LONGEST = 1_024  # steps, before requests start anew
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -178,6 +182,36 @@ def decode(engine: Engine, turn: int, steps: int) -> tuple[float, Any]:
     return median(spent for spent, _ in done), [tokens for _, tokens in done]
 
 
+def decoding(with_plugin: bool) -> Side:
+    """One side's steps of decoding, `AT_ONCE` a loop, as side_by_side.py runs them."""
+    from kvcache.integrations import vllm as plugin
+
+    def place() -> contextlib.AbstractContextManager[None]:
+        return in_place(plugin) if with_plugin else contextlib.nullcontext()
+
+    with tempfile.TemporaryDirectory() as folder, place():
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        engine = Engine(folder)
+    one_each = [1] * RUNNING
+    steps = 0
+
+    def run(loops: int) -> int:
+        nonlocal steps
+        with place():
+            # Not counted: putting the plugin in place undoes what Python had cached.
+            decode(engine, 0, 2)
+            done = [engine.step() for _ in range(loops * AT_ONCE)]
+            steps += loops * AT_ONCE
+            if steps > LONGEST:
+                engine.finish_all()
+                steps = 0
+        if any(list(tokens.values()) != one_each for _, tokens in done):
+            raise AssertionError("not every request got a token, and one only")
+        return round(median(spent for spent, _ in done) * len(done))
+
+    return Side(run, RUNNING * AT_ONCE)
+
+
 def prefill(engine: Engine, turn: int, steps: int) -> tuple[float, Any]:
     """Nanoseconds of the step that admits all requests."""
     for request in engine.requests(prompts(turn + 1)):
@@ -199,12 +233,17 @@ def creation(engine: Engine, turn: int, steps: int) -> tuple[float, Any]:
 @contextlib.contextmanager
 def in_place(plugin: Any) -> Iterator[None]:
     """Have kvcache in vLLM's place, and vLLM's own back afterwards."""
+    mode = os.environ.pop("KVCACHE_VLLM", None)
     with contextlib.redirect_stdout(None):  # it tells each time
         swapped = plugin.register()
     if not swapped:
-        raise SystemExit("the plugin did not register")
-    yield
-    plugin.unregister()
+        raise Unavailable("the plugin does not know this vLLM")
+    try:
+        yield
+    finally:
+        plugin.unregister()
+        if mode is not None:
+            os.environ["KVCACHE_VLLM"] = mode
 
 
 def compare(

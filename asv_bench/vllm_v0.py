@@ -9,15 +9,14 @@ in a process; small ones stand in for them, with the six names that are read.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum, auto
 from importlib import import_module, metadata
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from by_path import Contents, stand_ins
 from measure import Unavailable
 
 RELEASE = "0.8.5"
@@ -49,38 +48,16 @@ def chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
         yield items[start : start + size]
 
 
-def stand_ins(root: Path) -> dict[str, ModuleType]:
-    """Modules for the allocators' imports; all else is looked up below `root`."""
+def imported(root: Path) -> Contents:
+    """What the allocators' imports find; all else is looked up below `root`."""
     platform = SimpleNamespace(is_hpu=lambda: False)
-    contents: dict[str, dict[str, Any]] = {
+    return {
         "vllm": {"__path__": [str(root)]},
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.platforms": {"current_platform": platform},
         "vllm.sequence": {"Sequence": object},  # in annotations only
         "vllm.utils": {"Device": Device, "cdiv": ceiling, "chunk_list": chunks},
     }
-    made = {}
-    for name, names in contents.items():
-        made[name] = ModuleType(name)
-        vars(made[name]).update(names)
-    return made
-
-
-@contextmanager
-def other_modules(others: dict[str, ModuleType]) -> Iterator[None]:
-    """Whatever is called vllm is put aside, and back again."""
-
-    def take() -> dict[str, ModuleType]:
-        names = [name for name in sys.modules if name.partition(".")[0] == "vllm"]
-        return {name: sys.modules.pop(name) for name in names}
-
-    aside = take()
-    sys.modules.update(others)
-    try:
-        yield
-    finally:
-        take()
-        sys.modules.update(aside)
 
 
 def import_v0(peers: Path) -> Allocators:
@@ -91,7 +68,7 @@ def import_v0(peers: Path) -> Allocators:
     """
     where = peers / FOLDER
     try:
-        with other_modules(stand_ins(where / "vllm")):
+        with stand_ins(imported(where / "vllm")):
             names = ("cpu_gpu_block_allocator", "block_table", "prefix_caching_block")
             two_devices, table, prefix_caching = (
                 import_module(f"vllm.core.block.{name}") for name in names
