@@ -12,7 +12,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.mem cimport PyMem_RawFree
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -1408,3 +1408,17 @@ cdef class BlockPool:
             AssertionError: Names the first one that fails, and where.
         """
         check_pool(&self.state, self.cached_block_hash_to_block)
+
+
+cdef int let_go(object pool) except -1:
+    """Drop what its user put into a pool that is garbage.
+
+    Cython's tp_clear, which `no_gc_clear` leaves out, would also drop the parts that no
+    pool can be without; without any, a circle of nothing but pools is never freed.
+    """
+    cdef BlockPool garbage = pool
+    garbage.metrics_collector = garbage.medium = garbage.kv_event_queue = None
+    return 0
+
+
+(<PyTypeObject*> BlockPool).tp_clear = let_go

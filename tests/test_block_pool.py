@@ -1632,19 +1632,34 @@ def test_blocks_of_a_subclasss_pool_are_freed_through_it() -> None:
         lambda pool: setattr(pool, "medium", [pool]),
         lambda pool: pool.kv_event_queue.append(pool),
         lambda pool: pool.unpin_blocks(pool.get_new_blocks(1), lambda block: pool),
+        lambda pool: setattr(pool, "medium", pool),
+        lambda pool: setattr(pool, "kv_event_queue", pool),
+        lambda pool: setattr(pool, "medium", BlockPool(2, True, UNIT, False, pool)),
     ],
-    ids=["collector", "itself", "medium", "queue", "watcher"],
+    ids=[
+        "collector",
+        "itself",
+        "medium",
+        "queue",
+        "watcher",
+        "medium itself",
+        "queue itself",
+        "two pools",
+    ],
 )
 def test_a_pool_in_a_circle_of_references_is_collected(
     tie: Callable[[BlockPool], object], derived: bool
 ) -> None:
     pool = type("Pool", (BlockPool,), {})(8, True, UNIT) if derived else None
     pool = pool or BlockPool(8, True, UNIT)
-    witness = weakref.ref(pool)
+    view, witness = pool.blocks[3], weakref.ref(pool)
     tie(pool)
     del pool
     gc.collect()
     assert witness() is None
+    # A weak reference goes when the collector finds the circle, a view's pool when the
+    # pool itself does.
+    assert view.pool is None
 
 
 def test_a_pool_that_is_its_own_attribute_is_collected() -> None:
