@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvcache
 from kvcache import BlockPool, KVCacheBlock
 from kvcache.manager import FullAttention, KVCacheManager, SlidingWindow
 from kvcache.prefix_caching import CpuGpuBlockAllocator, Device
 
 THREADS = 8
 OPERATIONS = 100_000  # of each thread on a pool; a quarter on what stands on one
-PACKAGE = Path(kvcache.__file__).parent
+SOURCES = Path(__file__).parents[1] / "kvcache"
 UNSHARED = ("__cinit__", "__dealloc__", "__reduce__")  # one thread, or no state
 
 
@@ -226,8 +225,11 @@ def test_blocks_outlive_their_pools() -> None:
 
 
 def test_every_method_that_shares_state_is_under_the_lock() -> None:
+    paths = sorted(SOURCES.rglob("*.pyx"))
+    if not paths:
+        pytest.skip("a wheel has no .pyx; a checkout and a source archive have")
     bare = []
-    for path in PACKAGE.rglob("*.pyx"):
+    for path in paths:
         if path.name == "keyed_hash.pyx":
             continue  # once made, a Keyed does not change
         lines = path.read_text().split("\n")
