@@ -44,7 +44,7 @@ def build(folder: Path, source: str, text: str) -> ModuleType:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     name = Path(source).stem
-    [path] = folder.glob(f"{name}.*.so") or folder.glob(f"{name}.*.pyd")
+    [path] = [each for each in folder.iterdir() if each.suffix in (".so", ".pyd")]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
