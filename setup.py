@@ -4,6 +4,7 @@ Switches, set to 1 in the environment of the build (all off in wheels):
     KVCACHE_DEBUG      assertions, bounds and None checks, no optimisation
     KVCACHE_LINETRACE  line tracing, for coverage of .pyx files
     KVCACHE_SANITIZE   AddressSanitizer and UndefinedBehaviorSanitizer
+    KVCACHE_SYMBOLS    names and lines for profilers, as the three above have them
 """
 
 import os
@@ -14,6 +15,7 @@ import numpy
 from Cython.Build import cythonize
 from Cython.Compiler import Errors
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 
 def switch(name: str) -> bool:
@@ -25,6 +27,7 @@ def switch(name: str) -> bool:
 Errors.LEVEL = 2
 
 debug, line_trace, sanitize = map(switch, ("DEBUG", "LINETRACE", "SANITIZE"))
+symbols = debug or line_trace or sanitize or switch("SYMBOLS")
 
 DIRECTIVES = {
     "language_level": 3,
@@ -52,27 +55,44 @@ if not debug:
 
 compile_args, link_args = [], []
 if sys.platform != "win32":
-    compile_args = ["-g", "-O1"] if debug or sanitize else ["-O3"]
+    compile_args = ["-O1" if debug or sanitize else "-O3"]
+    # CPython's own flags have -g: symbols were four fifths of a wheel.
+    compile_args += ["-g" if symbols else "-g0"]
+    if not symbols:
+        # Apple's linker has no -s; local names are nearly all.
+        link_args += ["-Wl,-x" if sys.platform == "darwin" else "-Wl,-s"]
     if sanitize:
         compile_args += ["-fsanitize=address,undefined", "-fno-omit-frame-pointer"]
         link_args += ["-fsanitize=address,undefined"]
 
+
+class CompileCython(build_ext):
+    """Makes C of .pyx files only where it is compiled: a source archive needs none."""
+
+    def build_extensions(self):
+        in_c = cythonize(
+            self.extensions,
+            compiler_directives=DIRECTIVES,
+            nthreads=0 if sys.platform == "win32" else os.cpu_count() or 1,
+        )
+        for extension, made in zip(self.extensions, in_c, strict=True):
+            vars(extension).update(vars(made))
+        super().build_extensions()
+
+
 root = Path(__file__).parent
 setup(
-    ext_modules=cythonize(
-        [
-            Extension(
-                ".".join(path.relative_to(root).with_suffix("").parts),
-                [str(path.relative_to(root))],
-                include_dirs=[numpy.get_include()],
-                define_macros=define_macros,
-                extra_compile_args=compile_args,
-                extra_link_args=link_args,
-            )
-            for path in sorted((root / "kvcache").rglob("*.pyx"))
-        ],
-        compiler_directives=DIRECTIVES,
-        nthreads=0 if sys.platform == "win32" else os.cpu_count() or 1,
-    ),
+    ext_modules=[
+        Extension(
+            ".".join(path.relative_to(root).with_suffix("").parts),
+            [str(path.relative_to(root))],
+            include_dirs=[numpy.get_include()],
+            define_macros=define_macros,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+        for path in sorted((root / "kvcache").rglob("*.pyx"))
+    ],
+    cmdclass={"build_ext": CompileCython},
     options={"build_ext": {"parallel": os.cpu_count() or 1}},
 )
