@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import kvcache
 
 MODULES = ["kvcache", "kvcache.manager", "kvcache.prefix_caching", "kvcache.replay"]
 
@@ -23,7 +26,11 @@ class Import:
             f"import {module}; print(len(set(sys.modules) - before))"
         )
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        # Python looks here first: a checkout would be found uncompiled.
+        here = Path(kvcache.__file__).parents[1]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=here
+        )
         return int(done.stdout)
 
     track_modules.unit = "modules"
