@@ -45,10 +45,11 @@ def pool():
     list(pool.blocks)
     held = []
 
-    def get_new_blocks_100():
-        held.append(pool.get_new_blocks(100))
+    # A longer list is malloc's to place, which goes by all that was placed before.
+    def get_new_blocks_60():
+        held.append(pool.get_new_blocks(60))
 
-    def free_blocks_100():
+    def free_blocks_60():
         pool.free_blocks(held.pop())
 
     def get_new_blocks_and_free_1():
@@ -64,7 +65,7 @@ def pool():
         by_id.free_block_ids(held.pop())
 
     yield from (
-        *(get_new_blocks_100, free_blocks_100, get_new_blocks_and_free_1),
+        *(get_new_blocks_60, free_blocks_60, get_new_blocks_and_free_1),
         *(get_new_block_ids_1000, free_block_ids_1000),
     )
 
