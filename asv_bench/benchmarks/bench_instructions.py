@@ -16,7 +16,7 @@ class Instructions:
     timeout = 300
     params = (
         [
-            *("popleft_n_and_append_n_100", "get_new_blocks_60", "free_blocks_60"),
+            *("popleft_n_and_append_n_100", "get_new_blocks_200", "free_blocks_200"),
             *("get_new_blocks_and_free_1", "get_new_block_ids_1000"),
             "free_block_ids_1000",
             *("cache_full_blocks_and_evict_100", "match_prefix_ids_2000"),

@@ -2,8 +2,8 @@
 
     python counted.py SWITCH.so    under callgrind
 
-Each operation comes back to where it began, or the one after it gives back what it
-took: so every round executes the same.
+Each operation comes back to where it began, or has one that gives back what it took and
+is counted by itself: so every round executes the same, and finds its memory again.
 """
 
 import ctypes
@@ -45,29 +45,24 @@ def pool():
     list(pool.blocks)
     held = []
 
-    # A longer list is malloc's to place, which goes by all that was placed before.
-    def get_new_blocks_60():
-        held.append(pool.get_new_blocks(60))
+    def get_new_blocks_200():
+        held.append(pool.get_new_blocks(200))
 
-    def free_blocks_60():
+    def free_blocks_200():
         pool.free_blocks(held.pop())
 
     def get_new_blocks_and_free_1():
         pool.free_blocks(pool.get_new_blocks(1))
 
-    by_id = BlockPool(60_000, True, SIZE)
-
-    # Of fewer ids, where an array happens to lie would show.
     def get_new_block_ids_1000():
-        held.append(by_id.get_new_block_ids(1_000))
+        held.append(pool.get_new_block_ids(1_000))
 
     def free_block_ids_1000():
-        by_id.free_block_ids(held.pop())
+        pool.free_block_ids(held.pop())
 
-    yield from (
-        *(get_new_blocks_60, free_blocks_60, get_new_blocks_and_free_1),
-        *(get_new_block_ids_1000, free_block_ids_1000),
-    )
+    yield get_new_blocks_200, free_blocks_200
+    yield get_new_block_ids_1000, free_block_ids_1000
+    yield get_new_blocks_and_free_1
 
 
 def cache():
@@ -183,21 +178,30 @@ def main():
     switch = ctypes.CDLL(sys.argv[1])
     gc.disable()
 
-    def count(name, operation, rounds):
-        text = name.encode()
-        begin, end, all_rounds = switch.begin, switch.end, range(rounds)
-        begin()
-        for _ in all_rounds:
-            operation()
-        end(text)
+    def count(counted, before, after, rounds, kind):
+        toggle = switch.toggle
+        switch.begin()
+        for _ in range(rounds):
+            before()
+            toggle()
+            counted()
+            toggle()
+            after()
+        switch.end(f"{counted.__name__} {kind}".encode())
+
+    def nothing():
+        pass
 
     for family in FAMILIES:
-        for operation in family():
+        for each in family():
+            take, give = each if isinstance(each, tuple) else (each, nothing)
             for _ in range(3):
-                operation()
-            name = operation.__name__
-            count(f"{name} few", operation, ROUNDS)
-            count(f"{name} many", operation, 2 * ROUNDS)
+                take()
+                give()
+            for kind, rounds in (("few", ROUNDS), ("many", 2 * ROUNDS)):
+                count(take, nothing, give, rounds, kind)
+                if give is not nothing:
+                    count(give, take, nothing, rounds, kind)
 
 
 if __name__ == "__main__":
