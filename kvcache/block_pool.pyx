@@ -50,6 +50,7 @@ from kvcache._types cimport (
 from kvcache.hash_index cimport (
     MATCH_CHUNK,
     SIDE_ALIAS,
+    HashIndex,
     index_add_row,
     index_add_side,
     index_chain,
@@ -57,7 +58,9 @@ from kvcache.hash_index cimport (
     index_contains,
     index_drop_block,
     index_find,
+    index_is_far,
     index_match,
+    index_prefetch_key,
     index_reserve,
     key_bytes,
 )
@@ -121,6 +124,19 @@ cdef const KeyedHash* keyed_of(object hasher) except NULL:
     if type(hasher) is not Keyed:
         raise TypeError(f"hasher must be a Keyed, got {hasher!r}")
     return &(<Keyed> hasher).hasher
+
+
+cdef void prefetch_keys(
+    const HashIndex* index, list hashes, Py_ssize_t start, uint64_t suffix
+) noexcept:
+    """Have the slots of the next hashes, which are digests, brought to the cache."""
+    cdef Key key
+    cdef bytes digest
+    cdef Py_ssize_t i
+    for i in range(start, min(start + <Py_ssize_t> MATCH_CHUNK, len(hashes))):
+        digest = <bytes> hashes[i]
+        make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
+        index_prefetch_key(index, &key)
 
 
 cdef void run_hook(object owner, str name, object argument) noexcept:
@@ -952,6 +968,8 @@ cdef class BlockPool:
             block = <KVCacheBlock> table[i]
             if has_hash(block.row):
                 self.drop_hashes(block, removed)
+            if k % MATCH_CHUNK == 0 and index_is_far(self.state.index):
+                prefetch_keys(self.state.index, hashes, k, suffix)
             digest = <bytes> hashes[k]
             make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
             self.write_hash(block, &key, <block_id_t> ((start + i + 1) * size))
@@ -1069,8 +1087,9 @@ cdef class BlockPool:
         cdef unsigned int group = as_group_id(kv_cache_group_id)
         cdef HashSource source
         cdef Key key
-        cdef const uint8_t* digest
-        cdef Py_ssize_t i, bad, length
+        cdef const uint8_t* digests[MATCH_CHUNK]
+        cdef Py_ssize_t i, bad, length, count, done = 0
+        cdef uint64_t suffix = group_suffix(group)
         cdef block_id_t before = NULL_BLOCK
         held = as_hashes(hashes, &source)
         if source.count != n:
@@ -1088,10 +1107,16 @@ cdef class BlockPool:
             self.refuse_hash(bad, data, bytes(held[bad]))
         if index_reserve(self.state.index, n, 0) < 0:
             raise MemoryError(f"cannot cache {n} more blocks")
-        for i in range(n):
-            next_digests(&source, i, 1, &digest, &length)
-            make_key(&key, digest, length, group_suffix(group))
-            before = cache_block(&self.state, data[i], &key, before)
+        while done < n:
+            count = min(n - done, <Py_ssize_t> MATCH_CHUNK)
+            count = next_digests(&source, done, count, digests, &length)
+            for i in range(count if index_is_far(self.state.index) else 0):
+                make_key(&key, digests[i], length, suffix)
+                index_prefetch_key(self.state.index, &key)
+            for i in range(count):
+                make_key(&key, digests[i], length, suffix)
+                before = cache_block(&self.state, data[done + i], &key, before)
+            done += count
         if stored is not None:
             self.emit(stored)
 

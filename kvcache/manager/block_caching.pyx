@@ -20,12 +20,14 @@ from kvcache._types cimport (
     row_has_key,
 )
 from kvcache.hash_index cimport (
+    MATCH_CHUNK,
     SIDE_ALIAS,
     index_add_row,
     index_add_side,
     index_chain,
     index_contains,
     index_drop_block,
+    index_is_far,
     index_prefetch_key,
     index_reserve,
 )
@@ -152,7 +154,7 @@ cdef int cache_full(
 ) except -1 nogil:
     cdef int32_t* ids = table_row(group, row)
     cdef BlockMeta* meta
-    cdef int32_t before = ids[start - 1] if start else NULL_BLOCK, i
+    cdef int32_t before = ids[start - 1] if start else NULL_BLOCK, i, k
     cdef int64_t tokens
     cdef Key key
     if (
@@ -162,6 +164,15 @@ cdef int cache_full(
         with gil:
             raise MemoryError(f"cannot cache {stop - start} more blocks")
     for i in range(start, stop):
+        # One alone, as in a step of decoding, has been seen to before.
+        if (
+            (i - start) % MATCH_CHUNK == 0
+            and stop - i > 1
+            and index_is_far(m.pool.index)
+        ):
+            for k in range(i, min(i + <int32_t> MATCH_CHUNK, stop)):
+                key_of_block(m, group, row, k, &key)
+                index_prefetch_key(m.pool.index, &key)
         if ids[i] == NULL_BLOCK or not is_reachable(m, group, i):
             continue
         meta = &m.pool.rows[ids[i]]
