@@ -1,4 +1,4 @@
-"""Compiles loops over kvcache's C surface, to time it without the interpreter.
+"""Compiles loops to time without the interpreter: kvcache's C surface, and memory.
 
 Stores the module once compiled. Built in a temporary directory against the installed
 package, as a user's own Cython module would be: it needs Cython, setuptools and a C
@@ -36,6 +36,22 @@ from kvcache cimport (
 
 cdef enum:
     MOST = 4096
+    INTS_IN_ROW = 16  # of 64 bytes, as a block's
+
+
+def walk(const int32_t[:, ::1] rows, int32_t at, Py_ssize_t steps):
+    '''Where so many steps from row to row lead; each row begins with the next one.
+
+    No step can begin before the one before it has come from memory.
+    '''
+    cdef const int32_t* first = &rows[0, 0]
+    cdef Py_ssize_t i
+    if rows.shape[1] != INTS_IN_ROW:
+        raise ValueError(f"a row must have {INTS_IN_ROW} ints")
+    with nogil:
+        for i in range(steps):
+            at = first[<Py_ssize_t> at * INTS_IN_ROW]
+    return at
 
 
 def get_and_free(BlockPool pool not None, Py_ssize_t n, Py_ssize_t loops):

@@ -9,10 +9,13 @@ A turn is some 10 ms of short samples, and its best one counts.
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -205,3 +208,22 @@ def traced_bytes(make: Callable[[], Any]) -> int:
         return after - before
     finally:
         tracemalloc.stop()
+
+
+def this_machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+    }
+
+
+def cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

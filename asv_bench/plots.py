@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from measure import Result
@@ -135,3 +136,47 @@ def legend() -> list[Any]:
         Line2D([], [], color="black", marker="|", lw=0, ms=9, mew=1.6, label="floor"),
         Line2D([], [], color="black", lw=1, label="both alike"),
     ]
+
+
+def growth(report: dict[str, Any], path: Path) -> None:
+    """Cost over the size of the pool, and over how much of it is cached."""
+    figure = new_figure(11, 5)
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.set(xscale="log", yscale="log", xlabel="blocks in the pool")
+    draw_costs(left, report["by_size"], "num_blocks")
+    left.set_ylabel("nanoseconds a block")
+    size = report["by_share"][0]["num_blocks"]
+    right.set_xlabel(f"share that is cached, of {size:,} blocks")
+    draw_costs(right, report["by_share"], "share")
+    right.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    left.yaxis.set_major_formatter(lambda ns, _: f"{ns:g}")
+    figure.suptitle(
+        "{cpu}, {cores} cores, {python}".format(**report["machine"]), size=9
+    )
+    figure.savefig(path, dpi=110)
+
+
+def draw_costs(axes: Axes, costs: list[dict[str, Any]], over: str) -> None:
+    """A line a work, with its spread, and one of the walk that each was beside."""
+    for work in dict.fromkeys(cost["work"] for cost in costs):
+        these = [cost for cost in costs if cost["work"] == work]
+        places = [cost[over] for cost in these]
+        [line] = axes.plot(
+            places, [cost["ns"] for cost in these], marker="o", ms=4, label=work
+        )
+        axes.fill_between(
+            places,
+            [cost["walk_ns"] * cost["low"] for cost in these],
+            [cost["walk_ns"] * cost["high"] for cost in these],
+            color=line.get_color(),
+            alpha=0.2,
+            linewidth=0,
+        )
+    places = sorted({cost[over] for cost in costs})
+    walks = [
+        median(cost["walk_ns"] for cost in costs if cost[over] == place)
+        for place in places
+    ]
+    axes.plot(places, walks, "k--", label="walk from row to row: memory's limit")
+    axes.grid(which="both", color="0.9", linewidth=0.5)
+    axes.legend(fontsize=8)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 
 import plots
 from lmdeploy_engine import import_lmdeploy
-from measure import Pace, Result, Row, Unavailable
+from measure import Pace, Result, Row, Unavailable, this_machine
 from sglang_tree import import_sglang
 from tokenspeed_engine import import_tokenspeed
 from vllm_v0 import import_v0
@@ -51,10 +50,7 @@ def main() -> None:
     v0 = there(import_v0, options.peers)
     tokenspeed = there(import_tokenspeed, options.peers)
     lmdeploy = there(import_lmdeploy, options.peers)
-    machine = {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
+    machine = this_machine() | {
         "kvcache": kvcache.__version__,
         "vllm": stock.version,
         "vllm_v0": version_of(v0),
@@ -248,17 +244,6 @@ def line_printer(width: int) -> Callable[..., None]:
         print(f"{work:{width}}{padded}{note and ' | ' + note}", flush=True)
 
     return print_line
-
-
-def cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    for line in text.splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":
