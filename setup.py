@@ -4,7 +4,8 @@ Switches, set to 1 in the environment of the build (all off in wheels):
     KVCACHE_DEBUG      assertions, bounds and None checks, no optimisation
     KVCACHE_LINETRACE  line tracing, for coverage of .pyx files
     KVCACHE_SANITIZE   AddressSanitizer and UndefinedBehaviorSanitizer
-    KVCACHE_SYMBOLS    names and lines for profilers, as the three above have them
+    KVCACHE_SYMBOLS    names and lines for profilers, as the four above have them
+    KVCACHE_FAIL_ALLOCATIONS  kvcache._memory.fail_allocation, for tests
 """
 
 import os
@@ -50,6 +51,8 @@ DIRECTIVES = {
 define_macros = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 if line_trace:
     define_macros.append(("CYTHON_TRACE_NOGIL", "1"))
+if switch("FAIL_ALLOCATIONS"):
+    define_macros.append(("KVCACHE_FAIL_ALLOCATIONS", "1"))
 if not debug:
     define_macros.append(("CYTHON_WITHOUT_ASSERTIONS", "1"))
 

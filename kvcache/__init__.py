@@ -2,6 +2,7 @@
 
 import os
 
+from kvcache._memory import tracemalloc_domain
 from kvcache.block_pool import BlockPool
 from kvcache.block_store import BlockStore, KVCacheBlock
 from kvcache.errors import BlockStateError, NoFreeBlocksError
@@ -34,6 +35,7 @@ __all__ = [
     "NoFreeBlocksError",
     "__version__",
     "get_include",
+    "tracemalloc_domain",
     "use_event_classes",
 ]
 

@@ -11,7 +11,6 @@ Threads: one at a time. Each call is atomic; no method gives up the GIL.
 cimport cython
 cimport numpy as cnp
 from cpython.list cimport PyList_New, PyList_SET_ITEM
-from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, uint8_t, uint64_t
@@ -33,7 +32,7 @@ from kvcache._args cimport (
     read_key,
 )
 from kvcache._lock cimport kvc_lend
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport (
     ANCHOR,
     FLAG_NULL,
@@ -41,6 +40,7 @@ from kvcache._types cimport (
     MAX_BLOCKS,
     NO_NUM_TOKENS,
     NULL_BLOCK,
+    BlockMeta,
     clear_hash,
     has_hash,
     group_suffix,
@@ -55,13 +55,14 @@ from kvcache.hash_index cimport (
     index_add_side,
     index_chain,
     index_clear,
-    index_contains,
+    index_has_side,
     index_drop_block,
     index_find,
     index_is_far,
     index_match,
     index_prefetch_key,
-    index_reserve,
+    HandMade,
+    hand_made_of,
     key_bytes,
 )
 from kvcache.hashing.keyed_hash cimport KEYED_BYTES, Keyed, KeyedHash, as_tokens
@@ -74,7 +75,9 @@ from kvcache.kept_tokens cimport (
     kept_move,
 )
 from kvcache.pool_state cimport (
+    FLAG_IN_BATCH,
     Freed,
+    PoolState,
     cache_block,
     drop_reference,
     evict_taken,
@@ -82,7 +85,9 @@ from kvcache.pool_state cimport (
     is_block,
     pool_can_cache,
     pool_can_free,
+    pool_evict,
     pool_free,
+    pool_front,
     pool_get,
     pool_touch,
     pool_unpin,
@@ -206,23 +211,25 @@ cdef class BlockPool:
             "num_hash_lookahead_tokens", 0, MAX_BLOCKS,
         )
         cdef bint caching = enable_caching, keep = keep_tokens
+        cdef bint events = enable_kv_cache_events
         if keep and not caching:
             raise ValueError("keep_tokens needs enable_caching")
         if self.state.num_blocks:
             raise ValueError("the pool is already made")
+        # Through the attribute: a subclass may hold the queue elsewhere.
+        (<object> self).kv_event_queue = []
         self.build(<block_id_t> n, caching, size if keep else 0)
         self.hash_block_size = size
         self.num_hash_lookahead_tokens = lookahead
-        self.enable_kv_cache_events = enable_kv_cache_events
+        self.enable_kv_cache_events = events
         self.metrics_collector = metrics_collector
         self.medium = medium
-        # Through the attribute: a subclass may hold the queue elsewhere.
-        (<object> self).kv_event_queue = []
 
     def __dealloc__(self):
-        with cython.critical_section(self):
-            self.store.owner = NULL
-        PyMem_RawFree(self.scratch)
+        if self.store is not None:  # else it was never made whole
+            with cython.critical_section(self):
+                self.store.owner = NULL
+        deallocate(self.scratch)
         kept_free(&self.kept)
 
     def __reduce__(self):
@@ -321,7 +328,7 @@ cdef class BlockPool:
         cdef block_id_t* bigger
         if n >= self.scratch_size:
             bigger = <block_id_t*> allocate(2 * n + 64, sizeof(block_id_t), "ids")
-            PyMem_RawFree(self.scratch)
+            deallocate(self.scratch)
             self.scratch, self.scratch_size = bigger, 2 * n + 64
         return self.scratch
 
@@ -379,22 +386,44 @@ cdef class BlockPool:
 
     # -- events and hooks --------------------------------------------------------
 
-    cdef void emit(self, object event) noexcept:
-        # Read at each append: a subclass may hold the queue elsewhere.
-        (<object> self).kv_event_queue.append(event)
+    cdef object event_queue(self):
+        """Where events go, or None if they are off.
 
-    cdef void emit_removed(self, list keys) noexcept:
-        if keys and self.enable_kv_cache_events:
-            for event in pool_events.removed_events(self, keys):
-                self.emit(event)
+        Read by each call: a subclass may hold the queue elsewhere. What that raises
+        does not stop the call, but for a lack of memory.
+        """
+        if not self.enable_kv_cache_events:
+            return None
+        try:
+            return (<object> self).kv_event_queue
+        except MemoryError:
+            raise
+        except Exception:
+            return ()  # no list: `announce_late` reads it again
 
-    cdef void after_get(self, list blocks) noexcept:
-        """Run the hooks of blocks that were handed out, in vLLM's order."""
-        if self.watchers:
-            for block in blocks:
-                watcher = self.watchers.pop(block.block_id, None)
-                if watcher is not None:
-                    run_hook(watcher, None, block)
+    cdef int announce(self, object queue, list events) except -1:
+        """Append events, just before they come true: all, or none and an error.
+
+        Runs no foreign code. A queue that is no list gets them afterwards.
+        """
+        if type(queue) is list:
+            (<list> queue).extend(events)
+        return 0
+
+    cdef void announce_late(self, object queue, list events) noexcept:
+        if queue is not None and type(queue) is not list:
+            for event in events:
+                (<object> self).kv_event_queue.append(event)
+
+    cdef void after_get(self, list blocks, list due) noexcept:
+        """Run the hooks of blocks that were handed out, in vLLM's order.
+
+        `due` are the ids, in the same order, of those that have watchers.
+        """
+        for block_id in due:
+            watcher = self.watchers.pop(block_id, None)
+            if watcher is not None:
+                run_hook(watcher, None, self.store.view(block_id))
         collector = self.metrics_collector
         if collector is not None:
             for block in blocks:
@@ -408,11 +437,14 @@ cdef class BlockPool:
         """The number asked for, which is not more than are free."""
         cdef Py_ssize_t n = as_int(num_blocks, "num_blocks", 0, MAX_BLOCKS)
         if n > self.state.queue.num_free:
-            raise NoFreeBlocksError(
-                f"Cannot get {n} free blocks from the pool:"
-                f" {self.state.queue.num_free} are free"
-            )
+            self.refuse_count(n)
         return n
+
+    cdef int refuse_count(self, Py_ssize_t n) except -1:
+        raise NoFreeBlocksError(
+            f"Cannot get {n} free blocks from the pool:"
+            f" {self.state.queue.num_free} are free"
+        )
 
     cdef bint make_front_views(self, Py_ssize_t n) except -1:
         """Make the views that the first n free blocks lack; whether there were any.
@@ -430,13 +462,110 @@ cdef class BlockPool:
             n -= 1
         return made
 
-    cdef int keys_in_front(self, Py_ssize_t n, list keys) except -1:
-        """Append the keys that the first n free blocks would lose to an allocation."""
-        cdef block_id_t block = ANCHOR
-        if self.state.enable_caching:
-            for _ in range(n):
-                block = self.state.rows[block].next_free_block
-                self.cached_block_hash_to_block.append_keys(block, keys, True)
+    cdef bint is_watched(self) noexcept:
+        """Whether what is handed out is to be told of."""
+        return (
+            self.enable_kv_cache_events
+            or self.metrics_collector is not None
+            or bool(self.watchers)
+        )
+
+    cdef bint make_views(self, const block_id_t* ids, Py_ssize_t n) except -1:
+        """Make the views that blocks lack; whether there were any."""
+        cdef bint made = False
+        cdef Py_ssize_t i
+        for i in range(n):
+            if self.store.views == NULL or self.store.views[ids[i]] == NULL:
+                self.store.view(ids[i])
+                made = True
+        return made
+
+    cdef int append_lost_keys(
+        self, const block_id_t* ids, Py_ssize_t n, list keys
+    ) except -1:
+        """Append the keys that blocks would lose; runs no foreign code."""
+        cdef BlockMeta* rows = self.state.rows
+        cdef Py_ssize_t i, done = 0
+        try:
+            for i in range(n):
+                if not rows[ids[i]].flags & FLAG_IN_BATCH:
+                    self.cached_block_hash_to_block.append_keys(ids[i], keys, True)
+                rows[ids[i]].flags |= FLAG_IN_BATCH
+                done = i + 1
+        finally:
+            for i in range(done):
+                rows[ids[i]].flags &= ~<uint8_t> FLAG_IN_BATCH
+        return 0
+
+    cdef list take_told(
+        self, block_id_t* into, Py_ssize_t n, const block_id_t* hits,
+        Py_ssize_t num_hits, bint wanted,
+    ):
+        """Touch hits and hand out n blocks, with events and hooks: both, or an error.
+
+        The ids go to `into`, which is not the pool's scratch: hooks may use that.
+
+        Returns:
+            The views of the blocks handed out; [] unless they are wanted or needed.
+        """
+        cdef bint viewed
+        cdef object queue = self.event_queue(), collector
+        cdef list keys = [], again = [], events = []
+        cdef list blocks = [], touched = [], due = []
+        cdef Py_ssize_t i
+        # What is made here may run foreign code, which may change the pool: it is
+        # looked at again until nothing was made.
+        while True:
+            for i in range(num_hits):
+                if not is_block(&self.state, hits[i]):
+                    self.refuse(i, hits, "")
+            if pool_front(&self.state, hits, num_hits, into, n) < n:
+                self.refuse_count(n)
+            viewed = wanted or self.metrics_collector is not None or self.watchers
+            if viewed and (
+                self.make_views(into, n) or self.make_views(hits, num_hits)
+            ):
+                continue
+            if queue is not None and self.state.enable_caching:
+                again.clear()
+                self.append_lost_keys(into, n, again)
+                if again != keys:
+                    keys, again = again, keys
+                    events = pool_events.removed_events(self, keys)
+                    continue
+            break
+        if viewed:
+            for i in range(n):
+                blocks.append(self.store.view(into[i]))
+                if into[i] in self.watchers:
+                    due.append(into[i])
+            for i in range(num_hits):
+                if hits[i] != NULL_BLOCK:
+                    touched.append(self.store.view(hits[i]))
+        self.announce(queue, events)
+        # From here on nothing fails.
+        pool_touch(&self.state, hits, num_hits)
+        pool_get(&self.state, into, n)
+        self.announce_late(queue, events)
+        collector = self.metrics_collector
+        if collector is not None:
+            for block in touched:
+                run_hook(collector, "on_block_accessed", block)
+        self.after_get(blocks, due)
+        return blocks
+
+    cdef int touch_and_get(
+        self, const block_id_t* hits, Py_ssize_t num_hits, block_id_t* into,
+        Py_ssize_t n,
+    ) except -1:
+        """Touch blocks in use and hand out n others: both, or none and an error."""
+        if self.is_watched():
+            self.take_told(into, n, hits, num_hits, False)
+        else:
+            if n > self.state.queue.num_free:
+                self.refuse_count(n)
+            pool_touch(&self.state, hits, num_hits)
+            pool_get(&self.state, into, n)
         return 0
 
     @cython.critical_section
@@ -449,13 +578,17 @@ cdef class BlockPool:
             NoFreeBlocksError: Fewer are free.
             TypeError, ValueError: num_blocks is not an int from 0 on.
         """
-        cdef list removed = [] if self.enable_kv_cache_events else None
-        cdef Py_ssize_t n = self.count_free(num_blocks)
-        cdef list blocks = PyList_New(n)
-        cdef Py_ssize_t i
+        cdef Py_ssize_t n = self.count_free(num_blocks), i
         cdef bint holding = False
         cdef block_id_t block
         cdef PyObject* view
+        cdef cnp.ndarray ids
+        if self.is_watched():
+            ids = new_ids(n)
+            return self.take_told(
+                <block_id_t*> cnp.PyArray_DATA(ids), n, NULL, 0, True
+            )
+        cdef list blocks = PyList_New(n)
         self.room_for(n)
         # From the last of these on, nothing runs that could change the queue.
         while (
@@ -464,9 +597,7 @@ cdef class BlockPool:
         ):
             pass
         if n > self.state.queue.num_free:
-            self.count_free(num_blocks)
-        if removed is not None:
-            self.keys_in_front(n, removed)
+            self.refuse_count(n)
         block = self.state.rows[ANCHOR].next_free_block
         for i in range(n):
             view = self.store.views[block]
@@ -477,26 +608,18 @@ cdef class BlockPool:
         set_first(&self.state, block, n)
         if holding:
             evict_taken(&self.state, self.scratch, n)
-        if removed is not None:
-            self.emit_removed(removed)
-        if self.metrics_collector is not None or self.watchers:
-            self.after_get(blocks)
         return blocks
 
     @cython.critical_section
     def get_new_block_ids(self, n):
         """As `get_new_blocks`; the ids, int32, shape (n,)."""
-        cdef list removed = [] if self.enable_kv_cache_events else None
         cdef Py_ssize_t count = self.count_free(n)
         cdef cnp.ndarray ids = new_ids(count)
-        self.count_free(n)
-        if removed is not None:
-            self.keys_in_front(count, removed)
-        pool_get(&self.state, <block_id_t*> cnp.PyArray_DATA(ids), count)
-        if removed is not None:
-            self.emit_removed(removed)
-        if self.metrics_collector is not None or self.watchers:
-            self.after_get([self.store.view(block) for block in ids.tolist()])
+        cdef block_id_t* data = <block_id_t*> cnp.PyArray_DATA(ids)
+        if self.is_watched():
+            self.take_told(data, count, NULL, 0, False)
+        elif pool_get(&self.state, data, count) < 0:
+            self.refuse_count(count)
         return ids
 
     @cython.critical_section
@@ -572,11 +695,23 @@ cdef class BlockPool:
                 hand_made.append(block)
                 continue
             by_pool.setdefault(id(pool), (pool, []))[1].append(block)
+        cdef list own = [], others = []
         for pool, theirs in by_pool.values():
+            if pool is self or type(pool) is BlockPool:
+                own.append((pool, theirs))
+            else:
+                others.append((pool, theirs))
             if isinstance(pool, BlockPool):
                 (<BlockPool> pool).require_free(theirs)
-        for pool, theirs in by_pool.values():
+        for pool, theirs in others:
             pool.free_blocks(theirs)
+        # Again, since other code may have run; each has the ids in its scratch then.
+        for pool, theirs in own:
+            (<BlockPool> pool).require_free(theirs)
+        cdef PoolState* state
+        for pool, theirs in own:
+            state = &(<BlockPool> pool).state
+            pool_free(state, (<BlockPool> pool).scratch, len(<list> theirs))
         for block in hand_made:
             if block.row.ref_cnt > 0:
                 block.row.ref_cnt -= 1
@@ -602,6 +737,8 @@ cdef class BlockPool:
             ValueError: A block is not this pool's. No block was touched.
             TypeError: An element is not a KVCacheBlock. No block was touched.
         """
+        if self.metrics_collector is not None:
+            blocks = list(blocks)  # for the hooks, whatever they do to the caller's
         blocks = as_list(blocks)
         cdef Py_ssize_t n = len(<list> blocks)
         cdef block_id_t* ids = self.ids_of(blocks, n)
@@ -609,7 +746,7 @@ cdef class BlockPool:
         if bad >= 0:
             self.refuse(bad, ids, "has too many users")
         if self.metrics_collector is not None:
-            self.after_touch(list(blocks))
+            self.after_touch(blocks)
 
     cdef void after_touch(self, list blocks) noexcept:
         for block in blocks:
@@ -622,11 +759,19 @@ cdef class BlockPool:
         cdef cnp.ndarray array = as_ids(ids)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0)
         cdef block_id_t* data = <block_id_t*> cnp.PyArray_DATA(array)
-        cdef Py_ssize_t bad = pool_touch(&self.state, data, n)
+        cdef list blocks = None
+        cdef Py_ssize_t i, bad
+        if self.metrics_collector is not None:
+            blocks = []
+            for i in range(n):
+                if not is_block(&self.state, data[i]):
+                    self.refuse(i, data, "")
+                blocks.append(self.store.view(data[i]))
+        bad = pool_touch(&self.state, data, n)
         if bad >= 0:
             self.refuse(bad, data, "has too many users")
-        if self.metrics_collector is not None:
-            self.after_touch([self.store.view(block) for block in array.tolist()])
+        if blocks is not None:
+            self.after_touch(blocks)
 
     @cython.critical_section
     def unpin_blocks(self, blocks, on_reuse):
@@ -643,14 +788,24 @@ cdef class BlockPool:
         """
         if not callable(on_reuse):
             raise TypeError(f"on_reuse must be callable, got {on_reuse!r}")
-        cdef list held = list(blocks)
-        cdef Py_ssize_t n = len(held)
+        cdef list held = list(blocks), numbers = [], before = []
+        cdef Py_ssize_t n = len(held), i, bad
         cdef block_id_t* ids = self.ids_of(held, n)
-        cdef Py_ssize_t bad = pool_unpin(&self.state, ids, n)
-        if bad >= 0:
-            self.refuse(bad, ids, "cannot be unpinned")
-        for block in held:
-            self.watchers[(<KVCacheBlock> block).index] = on_reuse
+        try:
+            for i in range(n):
+                numbers.append(ids[i])
+                before.append(self.watchers.get(numbers[i]))
+                self.watchers[numbers[i]] = on_reuse
+            bad = pool_unpin(&self.state, ids, n)
+            if bad >= 0:
+                self.refuse(bad, ids, "cannot be unpinned")
+        except BaseException:
+            for i in range(len(before) - 1, -1, -1):
+                if before[i] is None:
+                    self.watchers.pop(numbers[i], None)
+                else:
+                    self.watchers[numbers[i]] = before[i]
+            raise
 
     @cython.critical_section
     def is_block_writable(self, block):
@@ -802,36 +957,55 @@ cdef class BlockPool:
 
     # -- cache and evict ---------------------------------------------------------
 
-    cdef int write_hash(
-        self, KVCacheBlock block, const Key* key, block_id_t num_tokens
-    ) except -1:
+    cdef void write_hash(
+        self, KVCacheBlock block, const Key* key, block_id_t num_tokens, HandMade made
+    ) noexcept:
         """Register a key: as the block's own if it has none, else as a further one.
 
-        `index_reserve` has made room, so this cannot fail for a pool's block.
+        There is room; a hand-made block is noted as `made`.
         """
         cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
-        if has_hash(block.row) and row_has_key(block.row, key):
-            return 0
-        if self.holds(block, key):
-            return 0
-        if block.store == <PyObject*> self.store:
+        if self.holds(block, key, made):
+            return
+        if made is None:
             if has_hash(block.row):
                 index_add_side(&index.index, key, block.index, SIDE_ALIAS)
             else:
                 index_add_row(&index.index, block.index, key, num_tokens)
-            return 0
-        index.add(key, block, SIDE_ALIAS)
+            return
+        index.hold(made, key, SIDE_ALIAS)
         if not has_hash(block.row):
             memcpy(block.row.block_hash, key.words, key.length)
             block.row.block_hash_len = <uint8_t> key.length
             block.row.block_hash_num_tokens = num_tokens
-        return 0
 
-    cdef bint holds(self, KVCacheBlock block, const Key* key) except -1:
-        """Whether a key has an entry of this block's id."""
-        if block.store == <PyObject*> self.store:
-            return index_contains(self.state.index, key, block.index)
-        return self.cached_block_hash_to_block.find_block(key, block.id) != 0
+    cdef bint holds(self, KVCacheBlock block, const Key* key, HandMade made) noexcept:
+        """Whether a block carries a key, or it has an entry of the block's id."""
+        if has_hash(block.row) and row_has_key(block.row, key):
+            return True
+        if made is None:
+            return index_has_side(self.state.index, key, block.index)
+        return self.cached_block_hash_to_block.find_named(key, block.id, made.name) != 0
+
+    cdef HandMade made_of(self, KVCacheBlock block, const Key* key):
+        """What the map is to hold of a hand-made block, None for one of the pool's."""
+        cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
+        return None if index.owns(block) else hand_made_of(key, block)
+
+    cdef int commit_to(self, object queue, list events, list made) except -1:
+        """Note hand-made blocks and announce what is to be cached: both, or an error.
+
+        The map has room. Runs no foreign code; from here on nothing fails.
+        """
+        if made:
+            self.cached_block_hash_to_block.name_all(made)
+        try:
+            self.announce(queue, events)
+        except BaseException:
+            if made:
+                self.cached_block_hash_to_block.unname(made)
+            raise
+        return 0
 
     cdef KVCacheBlock cacheable(self, object block):
         """The block, which is this pool's or one made by hand, as in vLLM's tests."""
@@ -892,7 +1066,7 @@ cdef class BlockPool:
                 raise BlockStateError(
                     f"a mask of {len(mask)} for {stop - start} new full blocks"
                 )
-        cdef Py_ssize_t i, num_hand_made = 0, num_tokens
+        cdef Py_ssize_t i
         cdef KVCacheBlock block
         cdef bytes digest
         cdef list taken = None
@@ -932,54 +1106,126 @@ cdef class BlockPool:
                 block_size=size,
                 group_id=group,
             )
-        cdef list removed = []
-        cdef block_id_t before = NULL_BLOCK
-        if type(before_first) is KVCacheBlock:
-            block = before_first
-            if block.store == <PyObject*> self.store:
-                before = block.index
-        # From here on nothing runs that could change the pool.
-        cdef Py_ssize_t k = 0
+        cdef uint64_t suffix = group_suffix(group)
+        cdef list events = [], lost = [], again = [], made = []
+        cdef object queue = self.event_queue()
+        cdef HandMade noted
+        cdef Key key
+        cdef Py_ssize_t k = 0, h = 0
         for i in range(stop - start):
             if table[i] is None:
                 continue
             block = <KVCacheBlock> table[i]
             check_digest(hashes[k])
-            num_tokens = (start + i + 1) * size
-            if has_hash(block.row) and not (
-                NO_NUM_TOKENS < block.row.block_hash_num_tokens < num_tokens
-            ):
-                raise BlockStateError(
-                    f"block {block.id} carries the hash {block.block_hash!r} of"
-                    f" {block.block_hash_num_tokens} tokens, it cannot take"
-                    f" {hashes[k]!r} of {num_tokens}"
-                )
-            k += 1
             if block.loose is not None:
-                num_hand_made += 1
-        if index_reserve(self.state.index, k, num_hand_made) < 0:
-            raise MemoryError(f"cannot cache {k} more blocks")
-        cdef Key key
-        cdef uint64_t suffix = group_suffix(group)
+                digest = <bytes> hashes[k]
+                make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
+                made.append(hand_made_of(&key, block))
+            k += 1
+        # What is made here may run foreign code, so the blocks are looked at again.
+        while True:
+            again.clear()
+            self.check_to_cache(
+                table, hashes, start, size, suffix, again if queue is not None else None
+            )
+            if again == lost:
+                break
+            lost, again = again, lost
+            events = pool_events.removed_events(self, lost)
+        if stored is not None:
+            events.append(stored)
+        self.cached_block_hash_to_block.reserve(k, len(made))
+        self.commit_to(queue, events, made)
+        cdef block_id_t before = NULL_BLOCK
+        if type(before_first) is KVCacheBlock:
+            block = before_first
+            if block.store == <PyObject*> self.store:
+                before = block.index
         k = 0
         for i in range(stop - start):
             if table[i] is None:
                 continue
             block = <KVCacheBlock> table[i]
             if has_hash(block.row):
-                self.drop_hashes(block, removed)
+                self.lose_hashes(block)
             if k % MATCH_CHUNK == 0 and index_is_far(self.state.index):
                 prefetch_keys(self.state.index, hashes, k, suffix)
             digest = <bytes> hashes[k]
             make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
-            self.write_hash(block, &key, <block_id_t> ((start + i + 1) * size))
-            if block.store == <PyObject*> self.store:
+            noted = None
+            if block.loose is not None:
+                noted = <HandMade> made[h]
+                h += 1
+            self.write_hash(block, &key, <block_id_t> ((start + i + 1) * size), noted)
+            if noted is None:
                 index_chain(self.state.index, before, block.index)
                 before = block.index
             k += 1
-        self.emit_removed(removed)
-        if stored is not None:
-            self.emit(stored)
+        self.cached_block_hash_to_block.unname(made)
+        self.announce_late(queue, events)
+
+    cdef int check_to_cache(
+        self, list table, list hashes, Py_ssize_t start, Py_ssize_t size,
+        uint64_t suffix, list lost,
+    ) except -1:
+        """Prove that each block of a table may take its hash.
+
+        Unless it is None, `lost` gets the keys that they lose. Runs no foreign code.
+        """
+        cdef Py_ssize_t n = len(table), i, k = 0, bad = -1, done = 0
+        cdef KVCacheBlock block
+        try:
+            for i in range(n):
+                if table[i] is None:
+                    continue
+                block = <KVCacheBlock> table[i]
+                if has_hash(block.row) and not (
+                    NO_NUM_TOKENS < block.row.block_hash_num_tokens
+                    < (start + i + 1) * size
+                ):
+                    bad = i
+                    break
+                if lost is not None:
+                    self.append_lost(table, hashes, i, k, suffix, lost)
+                    block.row.flags |= FLAG_IN_BATCH
+                    done = i + 1
+                k += 1
+        finally:
+            for i in range(done):
+                if table[i] is not None:
+                    block = <KVCacheBlock> table[i]
+                    block.row.flags &= ~<uint8_t> FLAG_IN_BATCH
+        if bad >= 0:
+            block = <KVCacheBlock> table[bad]
+            raise BlockStateError(
+                f"block {block.id} carries the hash {block.block_hash!r} of"
+                f" {block.block_hash_num_tokens} tokens, it cannot take"
+                f" {hashes[k]!r} of {(start + bad + 1) * size}"
+            )
+        return 0
+
+    cdef int append_lost(
+        self, list table, list hashes, Py_ssize_t i, Py_ssize_t k, uint64_t suffix,
+        list lost,
+    ) except -1:
+        """Append the keys that block i of a table, the k-th to be cached, will lose."""
+        cdef KVCacheBlock block = <KVCacheBlock> table[i]
+        cdef Key key
+        cdef bytes digest
+        if not block.row.flags & FLAG_IN_BATCH:
+            if has_hash(block.row):
+                self.append_keys_of(block, lost)
+            return 0
+        # It is listed twice: what it loses is what the table gave it before.
+        while True:
+            i -= 1
+            k -= table[i] is not None
+            if table[i] is block:
+                break
+        digest = <bytes> hashes[k]
+        make_key(&key, <const uint8_t*> <char*> digest, len(digest), suffix)
+        lost.append(key_bytes(&key))
+        return 0
 
     @cython.critical_section
     def cache_partial_block(
@@ -1046,24 +1292,37 @@ cdef class BlockPool:
                 block_size=unit,
                 group_id=group,
             )
-        cdef list removed = []
+        cdef list events = [], lost = [], again = [], names = []
+        cdef object queue = self.event_queue()
         cdef bytes name = key_bytes(&key)
-        cdef bint known = (
-            has_hash(ours.row) and row_has_key(ours.row, &key)
-        ) or self.holds(ours, &key)
-        if index_reserve(self.state.index, 1, 1) < 0:
-            raise MemoryError("cannot cache one more block")
-        if replace or (
-            not known
-            and has_hash(ours.row)
-            and NO_NUM_TOKENS < ours.row.block_hash_num_tokens < tokens
-        ):
-            self.drop_hashes(ours, removed)
-            known = known and not replace
-        self.write_hash(ours, &key, <block_id_t> tokens)
-        self.emit_removed(removed)
-        if stored is not None and not known:
-            self.emit(stored)
+        cdef HandMade made = self.made_of(ours, &key)
+        cdef bint known, loses
+        if made is not None:
+            names.append(made)
+        # What is made here may run foreign code, so the block is looked at again.
+        while True:
+            known = self.holds(ours, &key, made)
+            loses = replace or (
+                not known
+                and has_hash(ours.row)
+                and NO_NUM_TOKENS < ours.row.block_hash_num_tokens < tokens
+            )
+            again.clear()
+            if loses and queue is not None:
+                self.append_keys_of(ours, again)
+            if again == lost:
+                break
+            lost, again = again, lost
+            events = pool_events.removed_events(self, lost)
+        if stored is not None and (loses or not known):
+            events.append(stored)
+        self.cached_block_hash_to_block.reserve(1, 1)
+        self.commit_to(queue, events, names)
+        if loses:
+            self.lose_hashes(ours)
+        self.write_hash(ours, &key, <block_id_t> tokens, made)
+        self.cached_block_hash_to_block.unname(names)
+        self.announce_late(queue, events)
         return name
 
     @cython.critical_section
@@ -1094,19 +1353,20 @@ cdef class BlockPool:
         held = as_hashes(hashes, &source)
         if source.count != n:
             raise ValueError(f"{source.count} block hashes for {n} block ids")
-        stored = None
-        if self.enable_kv_cache_events and n:
+        cdef object queue = self.event_queue()
+        cdef list events = []
+        if queue is not None and n:
             check_hashes(&source, 0)
-            stored = pool_events.stored_event_of_ids(
+            events.append(pool_events.stored_event_of_ids(
                 self, [bytes(held[i]) for i in range(n) if data[i] != NULL_BLOCK], group
-            )
+            ))
         # From here on nothing runs that could change the pool or the list.
         check_hashes(&source, 0)
         bad = pool_can_cache(&self.state, data, n)
         if bad >= 0:
             self.refuse_hash(bad, data, bytes(held[bad]))
-        if index_reserve(self.state.index, n, 0) < 0:
-            raise MemoryError(f"cannot cache {n} more blocks")
+        self.cached_block_hash_to_block.reserve(n, 0)
+        self.announce(queue, events)
         while done < n:
             count = min(n - done, <Py_ssize_t> MATCH_CHUNK)
             count = next_digests(&source, done, count, digests, &length)
@@ -1117,8 +1377,7 @@ cdef class BlockPool:
                 make_key(&key, digests[i], length, suffix)
                 before = cache_block(&self.state, data[done + i], &key, before)
             done += count
-        if stored is not None:
-            self.emit(stored)
+        self.announce_late(queue, events)
 
     @cython.critical_section
     def cache_block_tokens(
@@ -1185,9 +1444,10 @@ cdef class BlockPool:
             read_parent(&self.state, parents[0], group, data, size, &parent)
         cdef Py_ssize_t skip = size if start else 0
         cdef bytes digests = hash_behind(keyed, &parent, held, skip, size, count)
-        stored = None
-        if self.enable_kv_cache_events:
-            stored = pool_events.stored_event_of_ids(
+        cdef object queue = self.event_queue()
+        cdef list events = []
+        if queue is not None:
+            events.append(pool_events.stored_event_of_ids(
                 self,
                 [
                     digests[i : i + KEYED_BYTES]
@@ -1196,7 +1456,7 @@ cdef class BlockPool:
                 group,
                 parent=parent.digest[:KEYED_BYTES] if start else None,
                 token_ids=held[skip : skip + count * size].tolist(),
-            )
+            ))
         # From here on nothing runs that could change the pool.
         if start:
             read = parent
@@ -1217,14 +1477,13 @@ cdef class BlockPool:
             self.refuse_hash(
                 bad, blocks, digests[bad * KEYED_BYTES : (bad + 1) * KEYED_BYTES]
             )
-        if index_reserve(self.state.index, count, 0) < 0:
-            raise MemoryError(f"cannot cache {count} more blocks")
+        self.cached_block_hash_to_block.reserve(count, 0)
+        self.announce(queue, events)
         cache_tokens(
             &self.state, &parent, blocks, <const uint8_t*> <char*> digests, data + skip,
             size, count, group_suffix(group), <int32_t> (start * size),
         )
-        if stored is not None:
-            self.emit(stored)
+        self.announce_late(queue, events)
 
     @cython.critical_section
     def emit_cached_block_events(
@@ -1242,9 +1501,11 @@ cdef class BlockPool:
             num_cached_blocks, "num_cached_blocks", 0, MAX_BLOCKS
         )
         cdef Py_ssize_t size = as_int(block_size, "block_size", 1, MAX_BLOCKS)
-        if not self.enable_kv_cache_events or n == 0:
+        cdef object queue = self.event_queue()
+        cdef list events
+        if queue is None or n == 0:
             return
-        self.emit(
+        events = [
             pool_events.stored_event(
                 self,
                 request,
@@ -1257,23 +1518,31 @@ cdef class BlockPool:
                 block_size=size,
                 group_id=as_group_id(kv_cache_group_id),
             )
-        )
+        ]
+        self.announce(queue, events)
+        self.announce_late(queue, events)
 
-    cdef int drop_hashes(self, KVCacheBlock block, list removed) except -1:
-        """Remove every entry that names a block; its keys are appended to `removed`."""
+    cdef int append_keys_of(self, KVCacheBlock block, list keys) except -1:
+        """Append the keys of the entries that name a block; runs no foreign code."""
         cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
-        if block.store == <PyObject*> self.store:
-            index.append_keys(block.index, removed, True)
-            index_drop_block(&index.index, block.index)
-        else:
-            removed += index.remove_object(block)
-            clear_hash(block.row)
-        return 0
+        if index.owns(block):
+            return index.append_keys(block.index, keys, True)
+        return index.append_object_keys(block, keys)
+
+    cdef int lose_hashes(self, KVCacheBlock block) noexcept:
+        """Remove every entry that names a block; how many there were."""
+        cdef BlockHashToBlockMap index = self.cached_block_hash_to_block
+        if index.owns(block):
+            return index_drop_block(&index.index, block.index)
+        clear_hash(block.row)
+        return index.drop_object(block)
 
     @cython.critical_section
     def _remove_cached_block_hashes(self, block):
         cdef list removed = []
-        self.drop_hashes(self.cacheable(block), removed)
+        cdef KVCacheBlock ours = self.cacheable(block)
+        self.append_keys_of(ours, removed)
+        self.lose_hashes(ours)
         return removed
 
     @cython.critical_section
@@ -1292,9 +1561,12 @@ cdef class BlockPool:
             tokens = <block_id_t> as_int(num_tokens, "num_tokens", 0, MAX_BLOCKS)
         if ours.row.flags & FLAG_NULL:
             raise ValueError("the null block cannot be cached")
-        if index_reserve(self.state.index, 1, 1) < 0:
-            raise MemoryError("cannot cache one more block")
-        self.write_hash(ours, &key, tokens)
+        cdef HandMade made = self.made_of(ours, &key)
+        cdef list names = [] if made is None else [made]
+        self.cached_block_hash_to_block.reserve(1, 1)
+        self.commit_to(None, [], names)
+        self.write_hash(ours, &key, tokens, made)
+        self.cached_block_hash_to_block.unname(names)
 
     @cython.critical_section
     def move_block_hashes(self, src_block, dst_block):
@@ -1322,12 +1594,11 @@ cdef class BlockPool:
         if src.row.flags & FLAG_NULL:
             return
         self.cached_block_hash_to_block.append_keys(src.index, keys, True)
-        if index_reserve(self.state.index, len(keys), len(keys)) < 0:
-            raise MemoryError(f"cannot move {len(keys)} keys")
+        self.cached_block_hash_to_block.reserve(len(keys), len(keys))
         index_drop_block(self.state.index, src.index)
         for name in keys:
             read_key(name, &key)
-            self.write_hash(dst, &key, num_tokens)
+            self.write_hash(dst, &key, num_tokens, None)
         if tokens_kept:
             kept_move(self.state.kept, self.state.rows, src.index, dst.index)
 
@@ -1335,12 +1606,23 @@ cdef class BlockPool:
     def _maybe_evict_cached_block(self, block):
         """Take a block's content out of the cache; whether it was in there."""
         cdef KVCacheBlock ours = self.cacheable(block)
-        cdef list removed = []
-        self.drop_hashes(ours, removed)
-        self.emit_removed(removed)
+        cdef object queue = self.event_queue()
+        cdef list events = [], lost = [], again = []
+        cdef bint cached
+        # What is made here may run foreign code, so the block is looked at again.
+        while queue is not None:
+            again.clear()
+            self.append_keys_of(ours, again)
+            if again == lost:
+                break
+            lost, again = again, lost
+            events = pool_events.removed_events(self, lost)
+        self.announce(queue, events)
+        cached = self.lose_hashes(ours) > 0
+        self.announce_late(queue, events)
         if self.metrics_collector is not None:
             run_hook(self.metrics_collector, "on_block_evicted", ours)
-        return bool(removed)
+        return cached
 
     @cython.critical_section
     def evict_blocks(self, block_ids):
@@ -1356,21 +1638,28 @@ cdef class BlockPool:
         cdef cnp.ndarray array = as_ids(block_ids)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0)
         cdef block_id_t* data = <block_id_t*> cnp.PyArray_DATA(array)
-        cdef list removed = []
+        cdef object queue = self.event_queue(), collector = self.metrics_collector
+        cdef list events = [], lost = [], again = [], blocks = []
         cdef Py_ssize_t i
         for i in range(n):
             if not is_block(&self.state, data[i]):
                 self.refuse(i, data, "")
-        for i in range(n):
-            if self.enable_kv_cache_events:
-                self.cached_block_hash_to_block.append_keys(data[i], removed, True)
-            index_drop_block(self.state.index, data[i])
-        self.emit_removed(removed)
-        if self.metrics_collector is not None:
-            for block in array.tolist():
-                run_hook(
-                    self.metrics_collector, "on_block_evicted", self.store.view(block)
-                )
+        if collector is not None:
+            for i in range(n):
+                blocks.append(self.store.view(data[i]))
+        # What is made here may run foreign code, so the blocks are looked at again.
+        while queue is not None:
+            again.clear()
+            self.append_lost_keys(data, n, again)
+            if again == lost:
+                break
+            lost, again = again, lost
+            events = pool_events.removed_events(self, lost)
+        self.announce(queue, events)
+        pool_evict(&self.state, data, n)
+        self.announce_late(queue, events)
+        for block in blocks:
+            run_hook(collector, "on_block_evicted", block)
 
     evict_block_ids = evict_blocks
 
@@ -1381,25 +1670,30 @@ cdef class BlockPool:
         Returns:
             Whether it was done: not while a block is in use (see the log for how many).
         """
-        cdef block_id_t used = self.state.num_blocks - 1 - self.state.queue.num_free
-        cdef block_id_t i
+        cdef object queue = self.event_queue()
+        cdef list events = []
+        cdef dict watchers, none = {}
+        cdef block_id_t used, i
+        if queue is not None and self.state.queue.num_free == self.state.num_blocks - 1:
+            events.append(event_classes().cleared())
+        # From here on nothing runs that could change the pool.
+        used = self.state.num_blocks - 1 - self.state.queue.num_free
         if used != 0:
             logger.warning("prefix cache not reset: %d blocks are in use", used)
             return False
+        self.announce(queue, events)
         index_clear(self.state.index)
         for i in range(self.state.num_blocks):
             if has_hash(&self.state.rows[i]):
                 clear_hash(&self.state.rows[i])
                 self.state.rows[i].flags &= FLAG_NULL
+        watchers, self.watchers = self.watchers, none
         self.cached_block_hash_to_block.forget_all()
-        watchers = list(self.watchers.items())
-        self.watchers.clear()
-        for block_id, watcher in watchers:
+        self.announce_late(queue, events)
+        for block_id, watcher in watchers.items():
             run_hook(watcher, None, self.store.view(block_id))
         if self.metrics_collector is not None:
             run_hook(self.metrics_collector, "reset", None)
-        if self.enable_kv_cache_events:
-            self.emit(event_classes().cleared())
         return True
 
     # -- state -------------------------------------------------------------------

@@ -11,7 +11,8 @@ cdef class BlockStore:
     cdef PyObject** views           # pool: strong references, NULL until asked for
     cdef block_id_t num_views       # how many of them are made, block 0 aside
     cdef list adopted               # hand-made queue: the block in each row, or None
-    cdef list vacant                # hand-made queue: rows that hold no block
+    cdef block_id_t* vacant         # hand-made queue: rows that hold no block
+    cdef block_id_t num_vacant      # how many; the next one to be used is the last
     cdef PyObject* owner            # the pool, borrowed; it clears this when it goes
     cdef PyObject* map              # the pool's map, borrowed likewise
     cdef PyObject* head             # the queue's fake ends, borrowed likewise
@@ -22,7 +23,8 @@ cdef class BlockStore:
     cdef void tear_down(self) noexcept
     cdef KVCacheBlock view(self, block_id_t index)
     cdef int reserve(self, Py_ssize_t extra) except -1
-    cdef int adopt(self, KVCacheBlock block) except -1
+    cdef int grow(self, block_id_t new, list spare) except -1
+    cdef void adopt(self, KVCacheBlock block) noexcept
     cdef void release(self, KVCacheBlock block) noexcept
     cdef void abandon(self, KVCacheBlock block) noexcept
 

@@ -9,7 +9,6 @@ Threads: none of this is locked; the GIL or the caller's lock guards it.
 """
 cimport cython
 cimport numpy as cnp
-from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
@@ -22,7 +21,7 @@ import numpy as np
 
 from kvcache._args cimport as_int, no_copy, read_key
 from kvcache._lock cimport kvc_lend, kvc_try_incref
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport (
     ANCHOR,
     FLAG_NULL,
@@ -74,8 +73,8 @@ if hasattr(os, "sysconf"):
     physical_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-cdef int place_rows(BlockStore store, Py_ssize_t capacity) except -1:
-    """Give the store zeroed, cache-line aligned memory for capacity rows + anchor."""
+cdef void* row_memory(Py_ssize_t capacity) except NULL:
+    """Zeroed memory for capacity rows and the anchor, wherever a cache line begins."""
     cdef size_t count = <size_t> capacity + 2
     # The kernel may promise more than the machine has and kill us on first use.
     if count > physical_memory // sizeof(BlockMeta):
@@ -83,10 +82,12 @@ cdef int place_rows(BlockStore store, Py_ssize_t capacity) except -1:
             f"{capacity} blocks need {int(count) * sizeof(BlockMeta)} bytes,"
             f" this machine has {physical_memory}"
         )
-    store.memory = allocate(count, sizeof(BlockMeta), f"{capacity} blocks")
-    cdef uintptr_t start = (<uintptr_t> store.memory + 63) & ~<uintptr_t> 63
-    store.rows = <BlockMeta*> start + 1
-    return 0
+    return allocate(count, sizeof(BlockMeta), f"{capacity} blocks")
+
+
+cdef BlockMeta* first_row(void* memory) noexcept:
+    """Row 0 in such memory; row -1 is the anchor."""
+    return <BlockMeta*> ((<uintptr_t> memory + 63) & ~<uintptr_t> 63) + 1
 
 
 @cython.final
@@ -107,7 +108,8 @@ cdef class BlockStore:
         cdef Py_ssize_t n = as_int(num_blocks, "num_blocks", 0, MAX_BLOCKS)
         cdef block_id_t i
         cdef BlockMeta* row
-        place_rows(self, n)
+        self.memory = row_memory(n)
+        self.rows = first_row(self.memory)
         self.num_blocks = <block_id_t> n
         kvc_lend(<PyObject*> self)
         for i in range(ANCHOR, self.num_blocks):
@@ -136,22 +138,28 @@ cdef class BlockStore:
                     if Py_REFCNT(self.views[i]) > 1:
                         self.abandon(<KVCacheBlock> self.views[i])
                     Py_DECREF(<object> self.views[i])
-            PyMem_RawFree(self.views)
+            deallocate(self.views)
         if self.adopted is not None:
             for block in self.adopted:
                 if block is not None:
                     self.abandon(<KVCacheBlock> block)
-        PyMem_RawFree(self.memory)
+        deallocate(self.vacant)
+        deallocate(self.memory)
         if collecting:
             PyGC_Enable()
 
     @property
     @cython.critical_section
     def nbytes(self):
-        """Bytes held in C: the rows, and 8 a block once views were asked for."""
+        """Bytes held in C: the rows, and 8 a block once views were asked for.
+
+        In a hand-made queue's store 4 a row in place of the latter.
+        """
         cdef size_t size = (<size_t> self.num_blocks + 2) * sizeof(BlockMeta)
         if self.views != NULL:
             size += <size_t> self.num_blocks * sizeof(PyObject*)
+        if self.vacant != NULL:
+            size += <size_t> self.num_blocks * sizeof(block_id_t)
         return size
 
     @cython.critical_section
@@ -244,25 +252,51 @@ cdef class BlockStore:
 
     cdef int reserve(self, Py_ssize_t extra) except -1:
         """Make sure that the next `extra` blocks can be adopted without failing."""
+        cdef Py_ssize_t old, new
+        cdef list spare
         if self.adopted is None:
-            self.adopted, self.vacant = [], []
-        cdef Py_ssize_t short = extra - len(self.vacant)
-        if short <= 0:
-            return 0
-        cdef Py_ssize_t old = self.num_blocks
-        cdef Py_ssize_t new = old + max(short, old)
-        if new > MAX_BLOCKS:
-            raise MemoryError(f"a queue cannot hold {new} blocks")
-        cdef void* old_memory = self.memory
-        cdef BlockMeta* old_rows = self.rows
-        cdef list vacant = list(range(new - 1, old - 1, -1)) + self.vacant
-        cdef list adopted = self.adopted + [None] * (new - old)
-        place_rows(self, new)
-        memcpy(&self.rows[ANCHOR], &old_rows[ANCHOR], (old + 1) * sizeof(BlockMeta))
-        PyMem_RawFree(old_memory)
-        self.num_blocks = <block_id_t> new
-        self.vacant, self.adopted = vacant, adopted
-        for block in adopted:
+            self.adopted = []
+        while self.num_vacant < extra:
+            old = self.num_blocks
+            new = old + max(extra - self.num_vacant, old)
+            if new > MAX_BLOCKS:
+                raise MemoryError(f"a queue cannot hold {new} blocks")
+            spare = [None] * (new - old)
+            # Making a list may run the collector, and that any code.
+            if old == self.num_blocks:
+                self.grow(<block_id_t> new, spare)
+        return 0
+
+    cdef int grow(self, block_id_t new, list spare) except -1:
+        """Have so many rows, of a hand-made queue, or as many as before."""
+        cdef block_id_t old = self.num_blocks, i
+        cdef void* memory = NULL
+        cdef BlockMeta* rows = self.rows
+        cdef block_id_t* vacant = <block_id_t*> allocate(
+            new, sizeof(block_id_t), "vacant rows"
+        )
+        try:
+            memory = row_memory(new)
+            self.adopted.extend(spare)
+        except MemoryError:
+            deallocate(vacant)
+            deallocate(memory)
+            raise
+        # The new ones go when those that there were are gone, the lowest first.
+        for i in range(new - old):
+            vacant[i] = new - 1 - i
+        if self.num_vacant:
+            memcpy(
+                vacant + (new - old), self.vacant, self.num_vacant * sizeof(block_id_t)
+            )
+        self.rows = first_row(memory)
+        memcpy(&self.rows[ANCHOR], &rows[ANCHOR], (old + 1) * sizeof(BlockMeta))
+        deallocate(self.vacant)
+        deallocate(self.memory)
+        self.vacant, self.memory = vacant, memory
+        self.num_vacant += new - old
+        self.num_blocks = new
+        for block in self.adopted:
             if block is not None:
                 (<KVCacheBlock> block).row = &self.rows[(<KVCacheBlock> block).index]
         if self.head != NULL:
@@ -270,16 +304,16 @@ cdef class BlockStore:
             (<KVCacheBlock> self.tail).row = &self.rows[ANCHOR]
         return 0
 
-    cdef int adopt(self, KVCacheBlock block) except -1:
+    cdef void adopt(self, KVCacheBlock block) noexcept:
         """Move a loose block's row in here. `reserve` has made room."""
-        cdef block_id_t index = self.vacant.pop()
+        self.num_vacant -= 1
+        cdef block_id_t index = self.vacant[self.num_vacant]
         self.adopted[index] = block
         self.rows[index] = block.loose.row
         block.row = &self.rows[index]
         block.store = <PyObject*> self
         block.index = index
         block.loose.prev_free_block = block.loose.next_free_block = None
-        return 0
 
     cdef void release(self, KVCacheBlock block) noexcept:
         """Give an adopted block its own row back."""
@@ -288,7 +322,8 @@ cdef class BlockStore:
         block.loose.row.prev_free_block = block.loose.row.next_free_block = NOT_LINKED
         block.row = &block.loose.row
         block.store = NULL
-        self.vacant.append(index)
+        self.vacant[self.num_vacant] = index
+        self.num_vacant += 1
         self.adopted[index] = None
 
     cdef void abandon(self, KVCacheBlock block) noexcept:

@@ -14,3 +14,8 @@ class BlockStateError(ValueError, AssertionError):
     Also an AssertionError, because that is what vLLM raises in these places and what
     its callers catch.
     """
+
+
+LACK_OF_MEMORY = (MemoryError, SystemError)
+"""What a lack of memory raises in other code: CPython 3.11 has a SystemError, "error
+return without exception set", where it finds none for a Python function's frame."""

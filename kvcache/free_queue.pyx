@@ -7,7 +7,9 @@ all. Costs: every step O(1), no Python object moved for a pool.
 Threads: none of this is locked; the GIL or the caller's lock guards it.
 """
 cimport cython
+from cpython.list cimport PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 
 from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport kvc_lend
@@ -43,11 +45,13 @@ cdef class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def __dealloc__(self):
+        if self.fake_free_list_tail is None:  # it was never made whole
+            return
         # Both ends may outlive the queue; they then stand alone.
         with cython.critical_section(self):
             self.store.head = self.store.tail = NULL
-            for end in (self.fake_free_list_head, self.fake_free_list_tail):
-                self.store.abandon(end)
+            self.store.abandon(self.fake_free_list_head)
+            self.store.abandon(self.fake_free_list_tail)
 
     def __reduce__(self):
         raise no_copy(self)
@@ -64,16 +68,13 @@ cdef class FreeKVCacheBlockQueue:
         return made
 
     cdef int adopt_ends(self) except -1:
-        cdef KVCacheBlock end
-        self.fake_free_list_head = new_block(-1)
-        self.fake_free_list_tail = new_block(-1)
+        cdef KVCacheBlock head = new_block(-1), tail = new_block(-1)
+        self.fake_free_list_head, self.fake_free_list_tail = head, tail
         self.queue.rows = self.store.rows
-        for end in (self.fake_free_list_head, self.fake_free_list_tail):
-            end.index = ANCHOR
-            end.row = &self.store.rows[ANCHOR]
-            end.store = <PyObject*> self.store
-        self.store.head = <PyObject*> self.fake_free_list_head
-        self.store.tail = <PyObject*> self.fake_free_list_tail
+        head.index = tail.index = ANCHOR
+        head.row = tail.row = &self.store.rows[ANCHOR]
+        head.store = tail.store = <PyObject*> self.store
+        self.store.head, self.store.tail = <PyObject*> head, <PyObject*> tail
         kvc_lend(self.store.head)
         kvc_lend(self.store.tail)
         return 0
@@ -86,6 +87,15 @@ cdef class FreeKVCacheBlockQueue:
             )
         if self.store.tail_unlinked:
             raise BlockStateError("the fake tail of the queue was unlinked by hand")
+        return 0
+
+    cdef int check_holds(self, Py_ssize_t count) except -1:
+        """Prove that so many blocks can be popped."""
+        self.check_own()
+        if count > self.queue.num_free:
+            raise BlockStateError(
+                f"cannot pop {count} blocks from a queue of {self.queue.num_free}"
+            )
         return 0
 
     cdef KVCacheBlock take(self, block_id_t row):
@@ -101,6 +111,9 @@ cdef class FreeKVCacheBlockQueue:
         cdef set met = set()
         cdef KVCacheBlock block
         self.check_own()
+        self.store.reserve(len(made))
+        self.queue.rows = self.store.rows
+        # From here on nothing runs that could change the queue.
         for item in made:
             if type(item) is not KVCacheBlock:
                 raise TypeError(f"expected a KVCacheBlock, got {item!r}")
@@ -112,11 +125,15 @@ cdef class FreeKVCacheBlockQueue:
             if id(item) in met:
                 raise ValueError(f"block {block.id} is listed twice")
             met.add(id(item))
-        self.store.reserve(len(made))
-        self.queue.rows = self.store.rows
         for block in made:
             self.store.adopt(block)
         return made
+
+    @property
+    @cython.critical_section
+    def nbytes(self):
+        """Bytes held in C: 68 a block there is room for, and 128. A pool's has none."""
+        return 0 if self.of_pool else self.store.nbytes
 
     @property
     @cython.critical_section
@@ -144,15 +161,18 @@ cdef class FreeKVCacheBlockQueue:
             BlockStateError: n is more than the queue holds (vLLM asserts this).
             ValueError, TypeError: n is not an int from 0 on.
         """
-        cdef Py_ssize_t count = as_int(n, "n", 0, MAX_BLOCKS)
-        self.check_own()
-        if count > self.queue.num_free:
-            raise BlockStateError(
-                f"cannot pop {n} blocks from a queue of {self.queue.num_free}"
-            )
-        return [
-            self.take(self.queue.rows[ANCHOR].next_free_block) for _ in range(count)
-        ]
+        cdef Py_ssize_t count = as_int(n, "n", 0, MAX_BLOCKS), i
+        cdef list taken
+        cdef KVCacheBlock block
+        self.check_holds(count)
+        taken = PyList_New(count)
+        self.check_holds(count)  # making the list may have run foreign code
+        # From here on nothing fails.
+        for i in range(count):
+            block = self.take(self.queue.rows[ANCHOR].next_free_block)
+            Py_INCREF(block)
+            PyList_SET_ITEM(taken, i, block)
+        return taken
 
     @cython.critical_section
     def remove(self, block):

@@ -105,6 +105,7 @@ cdef int index_init(
 ) noexcept nogil
 cdef void index_free(HashIndex* index) noexcept nogil
 cdef void index_clear(HashIndex* index) noexcept nogil
+cdef size_t index_bytes(const HashIndex* index) noexcept nogil
 cdef int index_reserve(
     HashIndex* index, Py_ssize_t num_keys, Py_ssize_t num_side
 ) noexcept nogil
@@ -126,7 +127,7 @@ cdef Py_ssize_t index_match(
     Py_ssize_t count,
     block_id_t* blocks,
 ) noexcept nogil
-cdef bint index_contains(
+cdef bint index_has_side(
     const HashIndex* index, const Key* key, block_id_t block
 ) noexcept nogil
 cdef void index_add_row(
@@ -146,20 +147,43 @@ cdef void index_drop_side(
 cdef bytes key_bytes(const Key* key)
 
 
+cdef class HandMade:
+    cdef KVCacheBlock block
+    cdef tuple name         # its key and block id
+    cdef int32_t side       # its side entry, k + 1
+
+
+cdef HandMade hand_made_of(const Key* key, KVCacheBlock block)
+
+
 cdef class BlockHashToBlockMap:
     cdef HashIndex index
     cdef BlockStore store   # the pool's rows; None in a map made by hand
-    cdef dict objects       # side entry of a hand-made block -> the block
-    cdef dict entries       # its key and block id -> the side entry
+    cdef list held          # per side entry: the HandMade that it names, or None
+    cdef dict entries       # name -> HandMade
 
     @staticmethod
     cdef BlockHashToBlockMap for_pool(BlockStore store, bint enable_caching)
     cdef object block_of(self, int32_t entry)
-    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) except? -1
-    cdef int forget(self, int32_t entry) except -1
-    cdef int forget_all(self) except -1
+    cdef bint owns(self, KVCacheBlock block) noexcept
+    cdef bint is_of(self, int32_t entry, KVCacheBlock block) noexcept
+    cdef tuple name_of(self, const Key* key, Py_ssize_t block_id)
+    cdef int32_t find_named(
+        self, const Key* key, Py_ssize_t block_id, tuple name
+    ) except? -1
+    cdef int reserve(self, Py_ssize_t num_keys, Py_ssize_t num_side) except -1
+    cdef int name_all(self, list made) except -1
+    cdef void unname(self, list made) noexcept
+    cdef void hold(self, HandMade made, const Key* key, int32_t kind) noexcept
+    cdef void forget(self, int32_t entry) noexcept
+    cdef void forget_all(self) noexcept
     cdef KVCacheBlock accepted(self, object block)
-    cdef int add(self, const Key* key, KVCacheBlock block, int32_t kind) except -1
-    cdef int replace(self, int32_t old, const Key* key, KVCacheBlock block) except -1
+    cdef int add(
+        self, const Key* key, KVCacheBlock block, list made, int32_t kind
+    ) except -1
+    cdef int replace(
+        self, int32_t old, const Key* key, KVCacheBlock block, list made
+    ) except -1
     cdef int append_keys(self, block_id_t block, list keys, bint own) except -1
-    cdef list remove_object(self, object block)
+    cdef int append_object_keys(self, KVCacheBlock block, list keys) except -1
+    cdef int drop_object(self, KVCacheBlock block) noexcept

@@ -3,6 +3,9 @@ from typing import final
 from kvcache.block_store import KVCacheBlock
 
 @final
+class HandMade: ...
+
+@final
 class BlockHashToBlockMap:
     @property
     def nbytes(self) -> int: ...

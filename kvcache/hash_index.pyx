@@ -11,14 +11,13 @@ Threads: none of this is locked; the GIL or the caller's lock guards it.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_RawFree
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcpy, memset
 
 from kvcache._args cimport as_int, no_copy, read_key
 from kvcache._lock cimport kvc_lend
-from kvcache._memory cimport allocate, copy_bytes, kvc_prefetch, zeroed
+from kvcache._memory cimport allocate, copy_bytes, deallocate, kvc_prefetch, zeroed
 from kvcache._types cimport (
     FLAG_INDEXED,
     FLAG_TOKENS_KEPT,
@@ -77,11 +76,21 @@ cdef int index_init(
 
 
 cdef void index_free(HashIndex* index) noexcept nogil:
-    PyMem_RawFree(index.slots)
-    PyMem_RawFree(index.side)
-    PyMem_RawFree(index.first_side)
-    PyMem_RawFree(index.successor)
+    deallocate(index.slots)
+    deallocate(index.side)
+    deallocate(index.first_side)
+    deallocate(index.successor)
     memset(index, 0, sizeof(HashIndex))
+
+
+cdef size_t index_bytes(const HashIndex* index) noexcept nogil:
+    cdef size_t size = <size_t> index.num_slots * sizeof(Slot)
+    size += <size_t> index.side_capacity * sizeof(SideEntry)
+    if index.first_side != NULL:
+        size += <size_t> index.num_rows * sizeof(int32_t)
+    if index.successor != NULL:
+        size += <size_t> index.num_rows * sizeof(block_id_t)
+    return size
 
 
 cdef void index_clear(HashIndex* index) noexcept nogil:
@@ -137,7 +146,7 @@ cdef int index_reserve(
         if side == NULL:
             return -1
         copy_bytes(side, index.side, start * sizeof(SideEntry))
-        PyMem_RawFree(index.side)
+        deallocate(index.side)
         index.side = side
         index.side_capacity = <int32_t> capacity
         link_vacant(index, start)
@@ -161,7 +170,7 @@ cdef int table_resize(HashIndex* index, size_t capacity) noexcept nogil:
             while slots[at].head:
                 at = after(index, at)
             slots[at] = old[i]
-    PyMem_RawFree(old)
+    deallocate(old)
     return 0
 
 
@@ -355,16 +364,11 @@ cdef void index_chain(
         index.successor[before] = block
 
 
-cdef bint index_contains(
+cdef bint index_has_side(
     const HashIndex* index, const Key* key, block_id_t block
 ) noexcept nogil:
-    """Whether a key has an entry that names this row."""
+    """Whether a key has a side entry that names this row."""
     cdef int32_t k
-    cdef Key own
-    if index.rows[block].flags & FLAG_INDEXED:
-        key_of_row(&own, &index.rows[block])
-        if same_key(&own, key):
-            return True
     if index.first_side != NULL:
         k = index.first_side[block]
         while k:
@@ -514,6 +518,18 @@ cdef bytes key_bytes(const Key* key):
 
 
 @cython.final
+cdef class HandMade:
+    """A hand-made block that a map holds under a key."""
+
+
+cdef HandMade hand_made_of(const Key* key, KVCacheBlock block):
+    """What a map is to hold; making it may run foreign code."""
+    cdef HandMade made = HandMade.__new__(HandMade)
+    made.name, made.block = (key_bytes(key), block.id), block
+    return made
+
+
+@cython.final
 @cython.no_gc_clear
 cdef class BlockHashToBlockMap:
     """The prefix-cache map, as vLLM's: a key's blocks, oldest first.
@@ -523,7 +539,7 @@ cdef class BlockHashToBlockMap:
     """
 
     def __cinit__(self):
-        self.objects, self.entries = {}, {}
+        self.held, self.entries = [], {}
         if index_init(&self.index, NULL, 0, 0) < 0:
             raise MemoryError("cannot allocate an empty map")
 
@@ -556,22 +572,34 @@ cdef class BlockHashToBlockMap:
     @cython.critical_section
     def nbytes(self):
         """Bytes held in C."""
-        cdef size_t size = <size_t> self.index.num_slots * sizeof(Slot)
-        size += <size_t> self.index.side_capacity * sizeof(SideEntry)
-        if self.index.first_side != NULL:
-            size += <size_t> self.index.num_rows * sizeof(int32_t)
-        if self.index.successor != NULL:
-            size += <size_t> self.index.num_rows * sizeof(block_id_t)
-        return size
+        return index_bytes(&self.index)
 
     cdef object block_of(self, int32_t entry):
         cdef block_id_t block = entry_block(&self.index, entry)
         if block == FOREIGN:
-            return self.objects[-entry][0]
+            return (<HandMade> self.held[-entry - 1]).block
         return self.store.view(block)
 
-    cdef int32_t find_block(self, const Key* key, Py_ssize_t block_id) except? -1:
-        """The entry of a key that names the block id, or 0."""
+    cdef bint owns(self, KVCacheBlock block) noexcept:
+        """Whether a block is one of the pool's rows."""
+        return self.store is not None and block.store == <PyObject*> self.store
+
+    cdef bint is_of(self, int32_t entry, KVCacheBlock block) noexcept:
+        """Whether an entry names a block."""
+        cdef block_id_t row = entry_block(&self.index, entry)
+        if row == FOREIGN:
+            return (<HandMade> self.held[-entry - 1]).block is block
+        return self.owns(block) and block.index == row
+
+    cdef tuple name_of(self, const Key* key, Py_ssize_t block_id):
+        """For `find_named`; making it may run foreign code."""
+        return (key_bytes(key), block_id) if self.entries else None
+
+    cdef int32_t find_named(
+        self, const Key* key, Py_ssize_t block_id, tuple name
+    ) except? -1:
+        """The entry of a key that names the block id, or 0; `name` is of both."""
+        cdef HandMade made
         cdef int32_t k
         if 0 <= block_id < self.index.num_rows:
             if self.index.rows[block_id].flags & FLAG_INDEXED:
@@ -582,25 +610,63 @@ cdef class BlockHashToBlockMap:
                 if same_key(&self.index.side[k - 1].key, key):
                     return -k
                 k = self.index.side[k - 1].next_of_block
-        if not self.entries:
+        if name is None:
             return 0
-        return -<int32_t> self.entries.get((key_bytes(key), block_id), 0)
+        made = self.entries.get(name)
+        return 0 if made is None else -made.side
 
-    cdef int forget(self, int32_t entry) except -1:
-        """Remove an entry, and what is kept for it if it names a hand-made block."""
-        cdef Key key
-        entry_key(&self.index, entry, &key)
+    cdef int reserve(self, Py_ssize_t num_keys, Py_ssize_t num_side) except -1:
+        """As `index_reserve`, or MemoryError; runs no foreign code."""
+        if index_reserve(&self.index, num_keys, num_side) < 0:
+            raise MemoryError(f"cannot cache {num_keys} more blocks")
+        return 0
+
+    cdef int name_all(self, list made) except -1:
+        """Note hand-made blocks, so that `hold` cannot fail, or none and an error.
+
+        `reserve` has made room. Runs no foreign code.
+        """
+        cdef HandMade one
+        try:
+            while len(self.held) < self.index.side_capacity:
+                self.held.append(None)
+            for one in made:
+                self.entries.setdefault(one.name, one)
+        except MemoryError:
+            self.unname(made)
+            raise
+        return 0
+
+    cdef void unname(self, list made) noexcept:
+        """Take back what `name_all` noted and `hold` has not held."""
+        cdef HandMade one
+        for one in made:
+            if one.side == 0 and self.entries.get(one.name) is one:
+                del self.entries[one.name]
+
+    cdef void hold(self, HandMade made, const Key* key, int32_t kind) noexcept:
+        """An entry for a hand-made block that `name_all` has noted.
+
+        If the key and the id had one already, that stays.
+        """
+        if self.entries.setdefault(made.name, made) is made:
+            made.side = -index_add_side(&self.index, key, FOREIGN, kind)
+            self.held[made.side - 1] = made
+
+    cdef void forget(self, int32_t entry) noexcept:
+        """Remove an entry, and let go of the block if it names a hand-made one."""
+        cdef HandMade made
         index_remove(&self.index, entry)
-        if entry < 0 and -entry in self.objects:
-            _block, block_id = self.objects.pop(-entry)
-            del self.entries[key_bytes(&key), block_id]
-        return 0
+        if entry < 0 and -entry <= len(self.held):
+            made = self.held[-entry - 1]
+            if made is not None:
+                self.held[-entry - 1] = None
+                del self.entries[made.name]
 
-    cdef int forget_all(self) except -1:
+    cdef void forget_all(self) noexcept:
         """Let go of the hand-made blocks, when the index was cleared."""
-        objects, self.objects, self.entries = self.objects, {}, {}
-        objects.clear()
-        return 0
+        self.entries.clear()
+        self.held.clear()  # last, since that may run foreign code
 
     cdef KVCacheBlock accepted(self, object block):
         """The block, which is this pool's or one made by hand."""
@@ -614,17 +680,18 @@ cdef class BlockHashToBlockMap:
                 raise ValueError(f"block {ours.id} belongs to another pool")
         return ours
 
-    cdef int add(self, const Key* key, KVCacheBlock block, int32_t kind) except -1:
-        """An entry for any block; a row whose hash this is needs none of its own."""
+    cdef int add(
+        self, const Key* key, KVCacheBlock block, list made, int32_t kind
+    ) except -1:
+        """An entry for any block; a row whose hash this is needs none of its own.
+
+        A hand-made block comes with its `HandMade` in a list. Runs no foreign code.
+        """
         cdef BlockMeta* row
-        cdef int32_t entry
-        if index_reserve(&self.index, 1, 1) < 0:
-            raise MemoryError(f"cannot grow a map of {self.index.num_keys} keys")
-        if self.store is None or block.store != <PyObject*> self.store:
-            name = (key_bytes(key), block.id)
-            entry = index_add_side(&self.index, key, FOREIGN, kind)
-            self.objects[-entry] = (block, block.id)
-            self.entries[name] = -entry
+        self.reserve(1, 1)
+        if made is not None:
+            self.name_all(made)
+            self.hold(<HandMade> made[0], key, kind)
             return 0
         row = &self.index.rows[block.index]
         if has_hash(row) and not row.flags & FLAG_INDEXED and row_has_key(row, key):
@@ -633,19 +700,20 @@ cdef class BlockHashToBlockMap:
             index_add_side(&self.index, key, block.index, kind)
         return 0
 
-    cdef int replace(self, int32_t old, const Key* key, KVCacheBlock block) except -1:
+    cdef int replace(
+        self, int32_t old, const Key* key, KVCacheBlock block, list made
+    ) except -1:
         """Put another block in the place of an entry, among the copies of its key."""
         cdef HashIndex* index = &self.index
         cdef int32_t new, before, behind, head, youngest
         cdef int64_t at
-        if old < 0 and -old in self.objects and self.store is None:
-            self.objects[-old] = (block, block.id)
+        if made is not None and entry_block(index, old) == FOREIGN:
+            # Both go by one name.
+            index.side[-old - 1].kind = SIDE_INSERTED
+            _held = (<HandMade> self.held[-old - 1]).block
+            (<HandMade> self.held[-old - 1]).block = block
             return 0
-        if old < 0 and -old in self.objects:
-            # Both go by one key and id: the new one's name is noted after the old's.
-            del self.entries[key_bytes(key), block.id]
-            _held = self.objects.pop(-old)
-        self.add(key, block, SIDE_INSERTED)
+        self.add(key, block, made, SIDE_INSERTED)
         head = index_find(index, key)
         new = entry_prev(index, head)[0]
         # `new` came last; unlink it there and link it before `old`, which then goes.
@@ -687,15 +755,23 @@ cdef class BlockHashToBlockMap:
                 k = side.next_of_block
         return 0
 
-    cdef list remove_object(self, object block):
-        """Remove the pool-made entries of a hand-made block; their keys."""
-        cdef list keys = []
-        cdef int32_t k
-        for k, (held, _) in list(self.objects.items()):
-            if held is block:
-                keys.append(key_bytes(&self.index.side[k - 1].key))
-                self.forget(-k)
-        return keys
+    cdef int append_object_keys(self, KVCacheBlock block, list keys) except -1:
+        """Append the keys of the entries that name a hand-made block."""
+        cdef HandMade made
+        for made in self.held:
+            if made is not None and made.block is block:
+                keys.append(made.name[0])
+        return 0
+
+    cdef int drop_object(self, KVCacheBlock block) noexcept:
+        """Remove these entries; how many there were."""
+        cdef HandMade made
+        cdef int count = 0
+        for made in self.held:
+            if made is not None and made.block is block:
+                self.forget(-made.side)
+                count += 1
+        return count
 
     @cython.critical_section
     def _drop_block(self, block_id):
@@ -741,7 +817,8 @@ cdef class BlockHashToBlockMap:
         cdef Key wanted
         read_key(key, &wanted)
         cdef Py_ssize_t block = as_int(block_id, "block_id", -2**31, 2**31)
-        return self.find_block(&wanted, block) != 0
+        cdef tuple name = self.name_of(&wanted, block)
+        return self.find_named(&wanted, block, name) != 0
 
     @cython.critical_section
     def insert(self, key, block):
@@ -753,28 +830,39 @@ cdef class BlockHashToBlockMap:
         """
         cdef Key wanted
         cdef KVCacheBlock ours = self.accepted(block)
+        cdef list made = None
         cdef int32_t entry
+        cdef tuple name
         read_key(key, &wanted)
-        entry = self.find_block(&wanted, ours.id)
+        name = self.name_of(&wanted, ours.id)
+        if not self.owns(ours):
+            made = [hand_made_of(&wanted, ours)]
+            name = (<HandMade> made[0]).name
+        # From here on nothing runs that could change the map.
+        entry = self.find_named(&wanted, ours.id, name)
         if entry == 0:
-            self.add(&wanted, ours, SIDE_INSERTED)
-        elif self.block_of(entry) is not ours:
+            self.add(&wanted, ours, made, SIDE_INSERTED)
+        elif not self.is_of(entry, ours):
             # As in a dict, the new block takes the place of the one with its id.
-            self.replace(entry, &wanted, ours)
+            self.replace(entry, &wanted, ours, made)
 
     @cython.critical_section
     def pop(self, key, block_id):
         """Remove the entry of a key that names the block id; that block, or None."""
         cdef Key wanted
         read_key(key, &wanted)
-        cdef int32_t entry = self.find_block(
-            &wanted, as_int(block_id, "block_id", -2**31, 2**31)
-        )
-        if entry == 0:
-            return None
-        block = self.block_of(entry)
-        self.forget(entry)
-        return block
+        cdef Py_ssize_t block = as_int(block_id, "block_id", -2**31, 2**31)
+        cdef tuple name = self.name_of(&wanted, block)
+        cdef int32_t entry = self.find_named(&wanted, block, name)
+        while entry:
+            held = self.block_of(entry)
+            # Making a view may run foreign code.
+            if entry == self.find_named(&wanted, block, name):
+                if held is self.block_of(entry):
+                    self.forget(entry)
+                    return held
+            entry = self.find_named(&wanted, block, name)
+        return None
 
     @cython.critical_section
     def __len__(self):

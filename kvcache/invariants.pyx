@@ -56,9 +56,7 @@ cdef int check_queue(PoolState* pool) except -1:
         if not is_free(&pool.rows[behind]):
             fail(f"block {behind} is in the free queue and not free")
         count += 1
-        if count > pool.num_blocks:
-            fail("the free queue runs in a circle past its anchor")
-        at = behind
+        at = behind  # each links back, so it ends at the anchor
     if count != queue.num_free:
         fail(f"the free queue holds {count} blocks and counts {queue.num_free}")
     return 0
@@ -90,22 +88,30 @@ cdef int check_rows(PoolState* pool) except -1:
     return 0
 
 
+cdef int check_entry(HashIndex* index, int32_t entry) except -1:
+    """An entry is a row that knows of it, or a side entry in use."""
+    if entry > 0:
+        if entry > index.num_rows:
+            fail(f"the index names block {entry - 1}")
+        if not index.rows[entry - 1].flags & FLAG_INDEXED:
+            fail(f"the index names block {entry - 1}, which does not know of it")
+    elif -entry > index.side_capacity or index.side[-entry - 1].kind == SIDE_VACANT:
+        fail(f"the index names the vacant side entry {-entry}")
+    return 0
+
+
 cdef int check_copies(HashIndex* index, int32_t head, uint32_t tag) except -1:
     """The copies of one key hang together, oldest first; how many there are."""
     cdef Key key, own
-    cdef int32_t entry = head, before = entry_prev(index, head)[0], behind
+    cdef int32_t entry = head, before, behind
     cdef int count = 0
+    check_entry(index, head)
+    before = entry_prev(index, head)[0]
     entry_key(index, head, &key)
     if index_tag(index, &key) != tag:
         fail(f"the slot of entry {head} has a tag that is not its key's")
     while entry:
-        if entry > 0:
-            if not 0 < entry <= index.num_rows:
-                fail(f"the index names block {entry - 1}")
-            if not index.rows[entry - 1].flags & FLAG_INDEXED:
-                fail(f"the index names block {entry - 1}, which does not know of it")
-        elif index.side[-entry - 1].kind == SIDE_VACANT:
-            fail(f"the index names the vacant side entry {-entry}")
+        check_entry(index, entry)
         entry_key(index, entry, &own)
         if index_tag(index, &own) != tag:
             fail(f"entry {entry} hangs on another key's slot")
@@ -133,8 +139,8 @@ cdef int check_index(PoolState* pool) except -1:
         if not index.slots[i].head:
             continue
         num_keys += 1
-        entry_key(index, index.slots[i].head, &key)
         entries += check_copies(index, index.slots[i].head, index.slots[i].tag)
+        entry_key(index, index.slots[i].head, &key)
         if index_slot(index, &key) != i:
             fail(f"the key of entry {index.slots[i].head} is not found in its slot")
     if num_keys != index.num_keys:
@@ -148,7 +154,10 @@ cdef int check_index(PoolState* pool) except -1:
         for block in range(pool.num_blocks):
             k = index.first_side[block]
             while k:
-                if index.side[k - 1].block != block:
+                if (
+                    not 0 < k <= index.side_capacity
+                    or index.side[k - 1].block != block
+                ):
                     fail(f"block {block} lists a side entry that is not its own")
                 expected += 1
                 if expected > index.num_side:
@@ -203,6 +212,6 @@ cdef int check_pool(PoolState* pool, BlockHashToBlockMap map) except -1:
     check_index(pool)
     if pool.kept != NULL:
         check_kept_tokens(pool)
-    if len(map.objects) > pool.index.num_side:
+    if len(map.entries) > pool.index.num_side:
         fail("the map holds more hand-made blocks than side entries")
     return 0

@@ -12,11 +12,10 @@ Threads: as the index: the caller's lock or the GIL guards it.
 # prompt again and again, against 17 / 14 by hashes; 29 / 24 for all prompts in turns in
 # random places, against 28 / 23: three cache misses a block take the place of one and
 # the hashing. To cache a block: 65 ns, against 50.
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport int32_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from kvcache._memory cimport allocate, kvc_prefetch, zeroed
+from kvcache._memory cimport allocate, deallocate, kvc_prefetch, zeroed
 from kvcache._types cimport NULL_BLOCK, make_key, row_has_digest
 from kvcache.hash_index cimport MATCH_CHUNK, entry_next, index_find, index_match
 from kvcache.hashing.keyed_hash cimport KEYED_BYTES, keyed_chain
@@ -40,7 +39,7 @@ cdef int kept_init(
     )
     cdef void* prefixes = zeroed(num_rows, sizeof(KeptPrefix))
     if prefixes == NULL:
-        PyMem_RawFree(memory)
+        deallocate(memory)
         raise MemoryError(f"cannot allocate serials for {num_rows} blocks")
     kept_free(kept)
     kept.memory = memory
@@ -54,8 +53,8 @@ cdef int kept_init(
 
 
 cdef void kept_free(KeptTokens* kept) noexcept:
-    PyMem_RawFree(kept.memory)
-    PyMem_RawFree(kept.prefixes)
+    deallocate(kept.memory)
+    deallocate(kept.prefixes)
     memset(kept, 0, sizeof(KeptTokens))
 
 

@@ -22,13 +22,14 @@ from kvcache.hash_index cimport (
     HashIndex,
     index_add_row,
     index_chain,
-    index_contains,
+    index_has_side,
     index_prefetch,
 )
 from kvcache.kept_tokens cimport KeptTokens
 
 cdef enum:
     POOL_NO_MEMORY = -2
+    FLAG_IN_BATCH = 128     # on a row for the length of one check: the id was met
 
 cdef struct PoolState:
     BlockMeta* rows         # num_blocks of them
@@ -175,6 +176,11 @@ cdef Py_ssize_t pool_touch(
 cdef Py_ssize_t pool_can_cache(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
+# The first n free blocks that are none of these ids; fewer where there are not so many.
+cdef Py_ssize_t pool_front(
+    PoolState* pool, const block_id_t* without, Py_ssize_t num_without,
+    block_id_t* front, Py_ssize_t n,
+) noexcept nogil
 cdef Py_ssize_t evict_taken(
     PoolState* pool, const block_id_t* ids, Py_ssize_t n
 ) noexcept nogil
@@ -206,7 +212,7 @@ cdef inline block_id_t cache_block(
     """
     if block == NULL_BLOCK:
         return before
-    if not index_contains(pool.index, key, block):
+    if not index_has_side(pool.index, key, block):
         index_add_row(pool.index, block, key, NO_NUM_TOKENS)
     index_chain(pool.index, before, block)
     return block

@@ -11,12 +11,11 @@ Threads: one at a time; each call is atomic.
 cimport cython
 cimport numpy as cnp
 from cpython.long cimport PyLong_CheckExact
-from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
 from libc.stdint cimport int32_t
 
 from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
-from kvcache._memory cimport copy_bytes
+from kvcache._memory cimport copy_bytes, deallocate, moved
 from kvcache.hashing.blocks cimport (
     MAX_BLOCK_SIZE,
     checked_parent,
@@ -76,7 +75,7 @@ cdef class BlockHasher:
         self.hash_fn = hash_fn
 
     def __dealloc__(self):
-        PyMem_RawFree(self.tokens)
+        deallocate(self.tokens)
 
     def __reduce__(self):
         raise no_copy(self)
@@ -171,7 +170,10 @@ cdef class BlockHasher:
         cdef Py_ssize_t capacity = max(count, 2 * self.capacity, 64)
         cdef void* memory
         if count > self.capacity:
-            memory = PyMem_RawRealloc(self.tokens, capacity * sizeof(int64_t))
+            memory = moved(
+                self.tokens, self.num_tokens * sizeof(int64_t), capacity,
+                sizeof(int64_t),
+            )
             if memory == NULL:
                 raise MemoryError(
                     f"cannot allocate {capacity * sizeof(int64_t)} bytes for tokens"

@@ -6,8 +6,7 @@ Invariant: the C form gives the digest that calling the hash function with the o
 Costs: a block is one pass over its tokens and the hash; no Python object.
 Threads: the C functions are reentrant and need no GIL; a `CompiledHash` never changes.
 """
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-
+from kvcache._memory cimport deallocate, moved
 from kvcache.hashing.encoding cimport encode_source, encoded_bound
 from kvcache.hashing.sha2 cimport sha256_digest
 
@@ -43,7 +42,7 @@ cdef int fill_chain(
     cdef hash_chain_t hash_chain = compiled.hash_chain
     cdef const void* state = compiled.state
     if room > STACK_BYTES:
-        scratch = <uint8_t*> PyMem_RawMalloc(room)
+        scratch = <uint8_t*> moved(NULL, 0, room, 1)
         if scratch == NULL:
             raise MemoryError(f"cannot allocate {room} bytes to hash a block")
     if keep_gil or num_blocks < GIL_BLOCKS:
@@ -58,7 +57,7 @@ cdef int fill_chain(
                 scratch, digests,
             )
     if scratch != stack:
-        PyMem_RawFree(scratch)
+        deallocate(scratch)
     return 0
 
 

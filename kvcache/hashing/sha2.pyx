@@ -16,10 +16,9 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport uint8_t
 
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 
 cdef extern from "_sha256.h" nogil:
     ctypedef void (*sha256_function "kvc_sha256_function")(
@@ -129,7 +128,7 @@ def _benchmark(Py_ssize_t length, Py_ssize_t count, str path=None) -> bytes:
                 digest(message, length, message)
         return message[:SHA256_BYTES]
     finally:
-        PyMem_RawFree(message)
+        deallocate(message)
 
 
 cdef sha256_function best = PATHS[<int> AVAILABLE[sha256_paths()[0]]].digest

@@ -9,7 +9,8 @@ cdef inline bint may_have_tail(const Group* group) noexcept nogil:
     return group.hash_scale > 1 and group.kind == FULL_ATTENTION
 
 
-# A request's full blocks up to so many tokens are cached in a group.
+# A request's full blocks up to so many tokens are cached in a group. `starved` is set
+# if there was no memory for all of them: the next time the others are.
 cdef int cache_blocks(
     ManagerState* m, int32_t row, int32_t g, int64_t num_tokens
 ) except -1 nogil

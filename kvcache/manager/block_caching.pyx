@@ -5,6 +5,9 @@ Invariant: what is cached are full blocks whose tokens are final, and of these o
 a later hit could end with; `num_cached` blocks are done with.
 Costs: O(1) a block. Threads: one at a time on one manager; the caller sees to it.
 """
+# No request goes without slots because there is no memory to cache what it had: that
+# is left for its next call.
+#
 # The rules are those of cache_blocks in vLLM 0.33's coordinators and single-type
 # managers, with dense retention.
 from libc.stdint cimport uint32_t
@@ -25,7 +28,7 @@ from kvcache.hash_index cimport (
     index_add_row,
     index_add_side,
     index_chain,
-    index_contains,
+    index_has_side,
     index_drop_block,
     index_is_far,
     index_prefetch_key,
@@ -40,7 +43,7 @@ from kvcache.manager.manager_state cimport (
     table_row,
 )
 
-from kvcache.errors import BlockStateError
+from kvcache.errors import LACK_OF_MEMORY, BlockStateError
 
 
 cdef int64_t cacheable_tokens(
@@ -139,13 +142,35 @@ cdef int cache_blocks(
     cdef int32_t stop = <int32_t> (min(tokens, hashed) // group.block_size)
     if stop > start:
         if m.loud != NULL:
-            with gil:
-                m.cache_full(m.owner, row, g, start, stop)
+            cache_full_loudly(m, row, g, start, stop)
         else:
             cache_full(m, group, row, start, stop)
-        held.num_cached = stop
+        if held.num_cached < stop:
+            return 0  # the tail's turn is behind the others'
     if may_have_tail(group):
         cache_tail(m, group, row, g, tokens)
+    return 0
+
+
+# Apart, since a function that has Python variables takes the GIL whenever it returns.
+cdef int cache_full_loudly(
+    ManagerState* m, int32_t row, int32_t g, int32_t start, int32_t stop
+) except -1 with gil:
+    try:
+        m.cache_full(m.owner, row, g, start, stop)
+        m.groups[g].rows[row].num_cached = stop
+    except LACK_OF_MEMORY:
+        m.starved = True
+    return 0
+
+
+cdef int cache_tail_loudly(
+    ManagerState* m, int32_t row, int32_t g, int32_t i, int64_t num_tokens
+) except -1 with gil:
+    try:
+        m.cache_partial(m.owner, row, g, i, num_tokens)
+    except LACK_OF_MEMORY:
+        m.starved = True
     return 0
 
 
@@ -161,8 +186,8 @@ cdef int cache_full(
         m.pool.index.num_keys + <uint32_t> (stop - start) > m.pool.index.max_keys
         and index_reserve(m.pool.index, stop - start, 0) < 0
     ):
-        with gil:
-            raise MemoryError(f"cannot cache {stop - start} more blocks")
+        m.starved = True
+        return 0
     for i in range(start, stop):
         # One alone, as in a step of decoding, has been seen to before.
         if (
@@ -191,6 +216,7 @@ cdef int cache_full(
         index_add_row(m.pool.index, ids[i], &key, <int32_t> tokens)
         index_chain(m.pool.index, before, ids[i])
         before = ids[i]
+    group.rows[row].num_cached = stop
     return 0
 
 
@@ -234,24 +260,20 @@ cdef int cache_tail(
     ):
         return 0
     block = table_row(group, row)[i]
-    if block == NULL_BLOCK:
-        return 0
     make_key(
         &key, content.digests + (hashes - 1) * m.digest_length, m.digest_length,
         group.suffix,
     )
     meta = &m.pool.rows[block]
-    if (has_hash(meta) and row_has_key(meta, &key)) or index_contains(
+    if (has_hash(meta) and row_has_key(meta, &key)) or index_has_side(
         m.pool.index, &key, block
     ):
         return 0
     if m.loud != NULL:
-        with gil:
-            m.cache_partial(m.owner, row, g, <int32_t> i, boundary)
-        return 0
+        return cache_tail_loudly(m, row, g, <int32_t> i, boundary)
     if index_reserve(m.pool.index, 1, 1) < 0:
-        with gil:
-            raise MemoryError("cannot cache one more block")
+        m.starved = True
+        return 0
     if has_hash(meta) and NO_NUM_TOKENS < meta.block_hash_num_tokens < boundary:
         index_drop_block(m.pool.index, block)
     if has_hash(meta):

@@ -7,6 +7,7 @@ from kvcache.manager.requests cimport Requests
 
 cdef class BlockTables(Requests):
     cdef int build(self, tuple groups, object max_num_requests) except -1
+    cdef void free_tables(self) noexcept
     cdef int read_groups(self, tuple groups, Py_ssize_t in_flight) except -1
     cdef Group* group(self, object group_id) except NULL
     cdef int check_unshared(self, int32_t row, int64_t num_tokens) except -1

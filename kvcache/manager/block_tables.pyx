@@ -8,12 +8,11 @@ system as it is used; views cost no copy. Threads: as the manager.
 """
 cimport cython
 cimport numpy as cnp
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport int32_t, int64_t
 
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate, lazily
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES, group_suffix
 from kvcache.manager.calls cimport manager_slot_mapping, manager_take_changed_rows
 from kvcache.manager.manager_state cimport (
@@ -31,7 +30,6 @@ from kvcache.manager.manager_state cimport (
     Progress,
     Request,
     cdiv,
-    lazily,
     num_skipped,
     table_row,
 )
@@ -55,16 +53,22 @@ cdef class BlockTables(Requests):
     """The tables of a `KVCacheManager`; not to be made itself."""
 
     def __dealloc__(self):
+        self.free_tables()
+
+    cdef void free_tables(self) noexcept:
+        """Have no groups."""
         cdef int32_t i
-        if self.state.groups != NULL:
-            for i in range(self.state.num_groups):
-                PyMem_RawFree(self.state.groups[i].table)
-                PyMem_RawFree(self.state.groups[i].rows)
-        PyMem_RawFree(self.state.groups)
-        PyMem_RawFree(self.state.scratch)
+        for i in range(self.state.num_groups):
+            deallocate(self.state.groups[i].table)
+            deallocate(self.state.groups[i].rows)
+        deallocate(self.state.groups)
+        deallocate(self.state.scratch)
+        deallocate(self.state.taken)
+        self.state.groups, self.state.scratch, self.state.taken = NULL, NULL, NULL
+        self.state.num_groups = self.state.taken_capacity = 0
 
     cdef int build(self, tuple groups, object max_num_requests) except -1:
-        """Memory for so many requests."""
+        """Memory for so many requests; after an error `free_tables` is to be called."""
         cdef Py_ssize_t count = as_int(
             max_num_requests, "max_num_requests", 1, MAX_REQUESTS
         )
@@ -261,12 +265,19 @@ cdef class BlockTables(Requests):
 
     cdef Py_ssize_t table_bytes(self) noexcept:
         cdef Py_ssize_t a_row = sizeof(Request) + sizeof(Content) + sizeof(Progress)
-        a_row += 3 * sizeof(int32_t)  # `changed`, `busy` and `took`
-        cdef Py_ssize_t total = 0, g, row
+        a_row += 4 * sizeof(int32_t)  # `changed`, `busy`, `took` and `vacant`
+        cdef Py_ssize_t total = 0, g, row, widest = 1
+        if self.state.groups == NULL:
+            return 0
         for g in range(self.state.num_groups):
             a_row += self.state.groups[g].width * sizeof(int32_t) + sizeof(GroupRow)
+            widest = max(widest, <Py_ssize_t> self.state.groups[g].width)
         for row in range(self.state.max_requests):
             total += self.state.requests[row].hash_capacity * MAX_DIGEST_BYTES
+        total += self.state.num_groups * sizeof(Group)
+        total += (widest + self.state.taken_capacity) * sizeof(int32_t)  # `scratch`
+        # Nobody's row, and nobody's place in `busy`.
+        total += sizeof(Progress) + sizeof(int32_t)
         return total + self.state.max_requests * a_row
 
     @cython.critical_section

@@ -1,8 +1,8 @@
 # A manager's operations for compiled callers: arguments checked, no GIL.
 #
 # Each returns BAD_ARGUMENT or BAD_STATE, with nothing changed, where the Python face
-# would raise ValueError. NO_MEMORY likewise. RAISED comes with a Python exception: out
-# of memory while a block was cached, or what a pool with events or metrics raised.
+# would raise ValueError. NO_MEMORY likewise. RAISED comes with a Python exception: what
+# a pool with events or metrics raised.
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from kvcache.manager.manager_state cimport ManagerState, Slots
@@ -35,8 +35,8 @@ cdef int64_t manager_match(
 cdef int manager_allocate_slots(
     ManagerState* m, int32_t row, const Slots* slots
 ) except RAISED nogil
-# How many leading requests were served: see `serve_step` in step.pxd. `starts` has room
-# for n * num_groups + 1; `step_ids` then writes the ids.
+# How many leading requests were served: see `finish_step` in step.pxd. `starts` has
+# room for n * num_groups + 1; `step_ids` then writes the ids.
 cdef Py_ssize_t manager_allocate_step(
     ManagerState* m, const int32_t* rows, const int32_t* num_new, Py_ssize_t n,
     int64_t num_lookahead, int32_t* starts,

@@ -25,7 +25,7 @@ from kvcache.manager.request_rows cimport (
     wake,
 )
 from kvcache.manager.slots cimport give_back, serve
-from kvcache.manager.step cimport serve_step
+from kvcache.manager.step cimport begin_step, finish_step
 
 
 cdef int32_t manager_add_request(
@@ -165,7 +165,9 @@ cdef Py_ssize_t manager_allocate_step(
         return BAD_STATE
     if n < 0 or not 0 <= num_lookahead <= MAX_BLOCKS:
         return BAD_ARGUMENT
-    return serve_step(m, rows, num_new, n, num_lookahead, starts)
+    if not begin_step(m, rows, num_new, n, num_lookahead):
+        return BAD_ARGUMENT
+    return finish_step(m, rows, num_new, n, num_lookahead, starts)
 
 
 cdef int manager_preempt(ManagerState* m, int32_t row) noexcept nogil:

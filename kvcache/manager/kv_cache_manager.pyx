@@ -11,8 +11,10 @@ Threads: one at a time; each call is atomic.
 cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from math import lcm
 
@@ -21,6 +23,7 @@ import numpy as np
 from kvcache._args cimport as_ids, as_int, new_ids
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS, NULL_BLOCK
+from kvcache.hashing.block_hasher cimport BlockHasher
 from kvcache.manager.block_caching cimport to_be_cached
 from kvcache.manager.calls cimport manager_match, manager_preempt
 from kvcache.manager.manager_state cimport (
@@ -37,8 +40,23 @@ from kvcache.manager.manager_state cimport (
     table_row,
 )
 from kvcache.manager.prefix_match cimport hits_hold
-from kvcache.manager.slots cimport HAS_ROOM, NO_ROOM, Served, give_back, serve, settle
-from kvcache.manager.step cimport next_step, serve_step, step_ids
+from kvcache.manager.plan cimport new_blocks
+from kvcache.manager.slots cimport (
+    NO_ROOM,
+    Served,
+    give_back,
+    is_idle,
+    serve,
+    settle,
+)
+from kvcache.manager.step cimport (
+    begin_step,
+    blocks_of_step,
+    drop_step,
+    finish_step,
+    next_step,
+    step_ids,
+)
 
 from kvcache import hashing
 from kvcache.errors import BlockStateError
@@ -139,8 +157,14 @@ cdef class KVCacheManager(BlockTables):
         )
         self.state.enable_caching = caching
         self.state.watermark_blocks = <int32_t> (share * pool.num_gpu_blocks)
-        self.build(held, max_num_requests)
-        self.read_groups(held, in_flight)
+        no_blocks = tuple([new_ids(0) for _ in held])
+        try:
+            self.build(held, max_num_requests)
+            self.read_groups(held, in_flight)
+        except BaseException:
+            self.free_tables()
+            self.free_rows()
+            raise
         self.block_pool, self.groups, self.hash_fn = pool, held, hash_fn
         self.state.pool = &pool.state
         self.state.owner = <PyObject*> self
@@ -148,8 +172,7 @@ cdef class KVCacheManager(BlockTables):
         if pool.enable_kv_cache_events or metrics_collector is not None:
             self.state.loud = <PyObject*> pool
         self.keep_token_ids = pool.enable_kv_cache_events
-        self.no_blocks = tuple([new_ids(0) for _ in held])
-        self.prefix_cache_stats = PrefixCacheStats()
+        self.no_blocks = no_blocks
 
     @staticmethod
     def check_cacheable(groups, hash_block_size, use_eagle):
@@ -244,7 +267,8 @@ cdef class KVCacheManager(BlockTables):
         """Give a request slots for its next tokens, and cache what they fill.
 
         Afterwards the tokens count as computed. Blocks outside the window are given
-        back first, also where the rest does not fit.
+        back first, also where the rest does not fit. What there is no memory to cache
+        is left for the request's next call.
 
         Args:
             row: The request.
@@ -270,16 +294,14 @@ cdef class KVCacheManager(BlockTables):
                 again.
             TypeError, ValueError: An argument is of the wrong type or range.
         """
-        cdef int32_t at = self.find_row(row), g
-        cdef Request* request = &self.state.requests[at]
+        cdef int32_t at, g, num_new
+        cdef Request* request
         cdef Served served
         cdef GroupRow* held
-        cdef cnp.ndarray ids
-        cdef list made
+        cdef tuple made = self.no_blocks
         cdef Slots slots
-        cdef int32_t num_new = 0
-        cdef bint first = self.state.progress[at].status != RUNNING
-        cdef int64_t hits = request.hit_length
+        cdef bint first
+        cdef int64_t hits
         slots.num_new = as_int(num_new_tokens, "num_new_tokens", 0, MAX_BLOCKS)
         slots.num_lookahead = as_int(
             num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS
@@ -296,11 +318,19 @@ cdef class KVCacheManager(BlockTables):
         slots.delay_cache = delay_cache_blocks
         slots.must_fit = full_sequence_must_fit
         slots.has_scheduled = has_scheduled_requests
-        self.check_slots(at, &slots)
+        while True:
+            at = self.find_row(row)
+            self.check_slots(at, &slots)
+            if is_idle(&self.state, at, &slots) or self.has_room_for(made, at, &slots):
+                break
+            made = self.arrays_for(at, &slots)  # which may run foreign code
+        request = &self.state.requests[at]
         if request.matched and not hits_hold(&self.state, at):
             raise BlockStateError(
                 f"the prefix found for request {row} is not cached now: match again"
             )
+        first = self.state.progress[at].status != RUNNING
+        hits = request.hit_length
         self.state.serving = self.state.loud != NULL
         try:
             served = serve(&self.state, at, &slots)
@@ -310,38 +340,53 @@ cdef class KVCacheManager(BlockTables):
             return None
         if first:
             self.record(at, hits)
-        if served == HAS_ROOM:
-            return self.no_blocks
-        made = []
+        if made is self.no_blocks:
+            return made
         for g in range(self.state.num_groups):
             held = &self.state.groups[g].rows[at]
             # Hits, and blocks whose tokens a connector brings, come before.
             num_new = held.num_blocks - held.first_new
-            ids = new_ids(num_new)
             memcpy(
-                cnp.PyArray_DATA(ids),
+                cnp.PyArray_DATA(<cnp.ndarray> made[g]),
                 table_row(&self.state.groups[g], at) + held.first_new,
                 num_new * sizeof(int32_t),
             )
-            made.append(ids)
-        return tuple(made)
+        return made
 
-    cdef int record(self, int32_t row, int64_t num_hits) except -1:
+    cdef bint has_room_for(self, tuple made, int32_t row, const Slots* slots) noexcept:
+        """Whether arrays have the sizes that `serve` will need."""
+        cdef int32_t g
+        for g in range(self.state.num_groups):
+            if cnp.PyArray_DIM(<cnp.ndarray> made[g], 0) != new_blocks(
+                &self.state, g, row, slots
+            ):
+                return False
+        return True
+
+    cdef tuple arrays_for(self, int32_t row, const Slots* slots):
+        cdef int32_t g
+        return tuple([
+            new_ids(new_blocks(&self.state, g, row, slots))
+            for g in range(self.state.num_groups)
+        ])
+
+    cdef void record(self, int32_t row, int64_t num_hits) noexcept:
         cdef Request* request = &self.state.requests[row]
+        cdef Admissions* sums = &self.fresh
         if self.state.enable_caching and not request.skip_lookup:
-            self.prefix_cache_stats.record(
-                self.state.content[row].num_tokens,
-                num_hits,
-                request.num_preemptions > 0,
-            )
-        return 0
+            if request.num_preemptions > 0:
+                sums = &self.resumed
+            sums.requests += 1
+            sums.queries += self.state.content[row].num_tokens
+            sums.hits += num_hits
 
     @cython.critical_section
     def allocate_step(self, rows, num_new_tokens, *, num_lookahead_tokens=0):
         """Give the running requests of a step their slots, in order.
 
         It stops before the first that does not fit, so that the caller can preempt one
-        and go on with the rest.
+        and go on with the rest. With events or metrics it also stops before one, but
+        for the first, where there is no memory to tell of its blocks.
 
         Args:
             rows: The requests, int32, shape (n,), all running, none twice.
@@ -363,24 +408,44 @@ cdef class KVCacheManager(BlockTables):
         cdef const int32_t* data = <int32_t*> cnp.PyArray_DATA(array)
         cdef const int32_t* news = <int32_t*> cnp.PyArray_DATA(counts)
         cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0), served, count
-        cdef int64_t lookahead
-        cdef cnp.ndarray ids, indptr
+        cdef int64_t lookahead, needed
+        cdef cnp.ndarray ids = None, indptr
         cdef int32_t* starts
+        cdef list numbers = None
+        cdef tuple result
         if cnp.PyArray_DIM(counts, 0) != n:
             raise ValueError(f"{len(counts)} numbers of tokens for {n} requests")
         lookahead = as_int(num_lookahead_tokens, "num_lookahead_tokens", 0, MAX_BLOCKS)
         indptr = new_ids(n * self.state.num_groups + 1)
         starts = <int32_t*> cnp.PyArray_DATA(indptr)
         self.check_not_serving()
-        served = serve_step(&self.state, data, news, n, lookahead, starts)
-        if served < 0:
+        if not begin_step(&self.state, data, news, n, lookahead):
             self.refuse_step(data, news, n)
+        try:
+            needed = blocks_of_step(&self.state, data, news, lookahead)
+            number = n
+            if self.state.loud != NULL or needed > self.state.pool.queue.num_free:
+                numbers = list(range(n + 1))  # it need not be n
+            ids = new_ids(min(needed, <int64_t> self.state.pool.num_blocks))
+            result = PyTuple_New(3)
+        except BaseException:
+            drop_step(&self.state, data, news, n)
+            raise
+        # From here on a lack of memory stops the first request, or none.
+        served = finish_step(&self.state, data, news, n, lookahead, starts)
         count = served * self.state.num_groups
-        ids = new_ids(starts[count])
         step_ids(&self.state, data, <int32_t*> cnp.PyArray_DATA(ids))
-        if served < n:
-            indptr = indptr[: count + 1]
-        return served, ids, indptr
+        shrink(ids, starts[count])
+        shrink(indptr, count + 1)
+        if numbers is not None:
+            number = numbers[served]
+        Py_INCREF(number)
+        PyTuple_SET_ITEM(result, 0, number)
+        Py_INCREF(ids)
+        PyTuple_SET_ITEM(result, 1, ids)
+        Py_INCREF(indptr)
+        PyTuple_SET_ITEM(result, 2, indptr)
+        return result
 
     cdef int refuse_step(
         self, const int32_t* rows, const int32_t* news, Py_ssize_t n
@@ -405,7 +470,6 @@ cdef class KVCacheManager(BlockTables):
                     f" {self.state.max_model_len}"
                 )
             progress.step = step
-        return 0
 
     @cython.critical_section
     def cache_blocks(self, row, num_computed_tokens):
@@ -414,6 +478,11 @@ cdef class KVCacheManager(BlockTables):
         Args:
             row: A running request.
             num_computed_tokens: Tokens at its start whose KV values are there.
+
+        Raises:
+            MemoryError: There is none to cache all of them; those that were cached
+                stay so, and the request's next call caches the others.
+            TypeError, ValueError: An argument is of the wrong type or range.
         """
         cdef int32_t at = self.find_row(row)
         cdef Progress* progress = &self.state.progress[at]
@@ -421,16 +490,12 @@ cdef class KVCacheManager(BlockTables):
             num_computed_tokens, "num_computed_tokens", 0,
             min(progress.num_computed, self.state.content[at].num_tokens),
         )
-        cdef Py_ssize_t g
         if progress.status != RUNNING:
             raise BlockStateError(f"request {row} is not running")
-        for g in range(self.state.num_groups):
-            if self.state.groups[g].kind != CROSS_ATTENTION and tokens > (
-                <int64_t> self.state.groups[g].rows[at].num_blocks
-                * self.state.groups[g].block_size
-            ):
-                raise ValueError(f"request {row} has no blocks for {tokens} tokens")
+        self.state.starved = False
         progress.idle_until = settle(&self.state, at, tokens)
+        if self.state.starved:
+            raise MemoryError(f"cannot cache all blocks of request {row}")
 
     # -- finish ------------------------------------------------------------------
 
@@ -461,17 +526,22 @@ cdef class KVCacheManager(BlockTables):
             Their ids, int32, to be given to `block_pool.free_block_ids`, last first.
         """
         cdef int32_t at = self.find_row(row)
-        cdef Py_ssize_t g
+        cdef Py_ssize_t g, n = 0
         cdef Group* group
         cdef GroupRow* held
-        parts = []
+        cdef cnp.ndarray popped
+        cdef int32_t* ids
+        for g in range(self.state.num_groups):
+            held = &self.state.groups[g].rows[at]
+            n += held.num_blocks - held.num_nulls
+        popped = new_ids(n)
+        ids = <int32_t*> cnp.PyArray_DATA(popped)
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
             held = &group.rows[at]
-            parts.append(self.row_view(group, at)[held.num_nulls :].copy())
-        popped = np.concatenate(parts)
-        for g in range(self.state.num_groups):
-            held = &self.state.groups[g].rows[at]
+            n = held.num_blocks - held.num_nulls
+            memcpy(ids, table_row(group, at) + held.num_nulls, n * sizeof(int32_t))
+            ids += n
             held.num_blocks = held.num_nulls = 0
         give_back(&self.state, at)
         self.forget(at)
@@ -497,24 +567,10 @@ cdef class KVCacheManager(BlockTables):
             ValueError: There are max_num_requests already.
         """
         cdef int32_t at = self.find_row(row), child
-        cdef Request* source = &self.state.requests[at]
-        cdef Request* target
-        cdef Progress* running
-        cdef Group* group
-        cdef GroupRow* held
-        cdef GroupRow* theirs
-        cdef Py_ssize_t g, full, i, n = 0
-        cdef int32_t* ids
-        cdef int32_t* into
-        if self.state.progress[at].status != RUNNING:
-            raise BlockStateError(f"request {row} is not running")
-        for g in range(self.state.num_groups):
-            group = &self.state.groups[g]
-            ids = table_row(group, at)
-            full = shared_blocks(&self.state, group, at)
-            for i in range(full, group.rows[at].num_blocks):
-                n += ids[i] != NULL_BLOCK
-        if n > self.state.pool.queue.num_free:
+        cdef Py_ssize_t num_shared, num_copies
+        cdef cnp.ndarray shared = new_ids(0), fresh = shared, copies = None
+        self.count_fork(at, &num_shared, &num_copies)
+        if num_copies > self.state.pool.queue.num_free:
             return None
         old = self.content_of(at)
         extra = {
@@ -531,30 +587,95 @@ cdef class KVCacheManager(BlockTables):
             )
         else:
             child = self.add_request(old.hasher.token_ids, **extra)
-        target = &self.state.requests[child]
-        target.num_prompt = source.num_prompt
-        running = &self.state.progress[child]
-        running.num_computed = self.state.progress[at].num_computed
-        running.status = RUNNING
-        target.num_in_flight = source.num_in_flight
-        target.skip_lookup = source.skip_lookup
-        fresh = iter(self.block_pool.get_new_block_ids(n).tolist())
-        copies = []
+        try:
+            while True:
+                self.find_row(row)
+                self.count_fork(at, &num_shared, &num_copies)
+                if copies is not None and (
+                    len(shared) == num_shared and len(fresh) == num_copies
+                ):
+                    break
+                shared, fresh = new_ids(num_shared), new_ids(num_copies)
+                copies = np.empty((num_copies, 2), np.int32)  # may run foreign code
+                result = (child, copies)
+            self.list_shared(at, <int32_t*> cnp.PyArray_DATA(shared))
+            self.state.serving = True
+            self.block_pool.touch_and_get(
+                <int32_t*> cnp.PyArray_DATA(shared), num_shared,
+                <int32_t*> cnp.PyArray_DATA(fresh), num_copies,
+            )
+        except BaseException:
+            self.forget(child)
+            raise
+        finally:
+            self.state.serving = False
+        self.copy_row(
+            at, child, <int32_t*> cnp.PyArray_DATA(fresh),
+            <int32_t*> cnp.PyArray_DATA(copies),
+        )
+        return result
+
+    cdef int count_fork(
+        self, int32_t row, Py_ssize_t* num_shared, Py_ssize_t* num_copies
+    ) except -1:
+        """How many blocks a fork of a request shares, and how many it copies."""
+        cdef Group* group
+        cdef Py_ssize_t g, full, i
+        if self.state.progress[row].status != RUNNING:
+            raise BlockStateError(f"request {row} is not running")
+        num_shared[0] = num_copies[0] = 0
         for g in range(self.state.num_groups):
             group = &self.state.groups[g]
-            held, theirs = &group.rows[child], &group.rows[at]
-            ids, into = table_row(group, at), table_row(group, child)
-            full = shared_blocks(&self.state, group, at)
-            held[0] = theirs[0]
+            full = shared_blocks(&self.state, group, row)
+            num_shared[0] += full
+            for i in range(full, group.rows[row].num_blocks):
+                num_copies[0] += table_row(group, row)[i] != NULL_BLOCK
+        return 0
+
+    cdef void list_shared(self, int32_t row, int32_t* into) noexcept:
+        """Write the ids of the blocks that a fork shares."""
+        cdef Group* group
+        cdef Py_ssize_t g, full
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            full = shared_blocks(&self.state, group, row)
+            memcpy(into, table_row(group, row), full * sizeof(int32_t))
+            into += full
+
+    cdef void copy_row(
+        self, int32_t source, int32_t target, const int32_t* fresh, int32_t* copies
+    ) noexcept:
+        """Have a request that was just made continue a running one.
+
+        Args:
+            fresh: Its own blocks, one for each that it does not share.
+            copies: Gets pairs of source and destination.
+        """
+        cdef Request* old = &self.state.requests[source]
+        cdef Request* new = &self.state.requests[target]
+        cdef Progress* running = &self.state.progress[target]
+        cdef Group* group
+        cdef Py_ssize_t g, full, i
+        cdef int32_t* ids
+        cdef int32_t* into
+        new.num_prompt, new.num_in_flight = old.num_prompt, old.num_in_flight
+        new.skip_lookup = old.skip_lookup
+        running.num_computed = self.state.progress[source].num_computed
+        running.status = RUNNING
+        for g in range(self.state.num_groups):
+            group = &self.state.groups[g]
+            ids, into = table_row(group, source), table_row(group, target)
+            full = shared_blocks(&self.state, group, source)
+            group.rows[target] = group.rows[source]
             memcpy(into, ids, full * sizeof(int32_t))
-            self.block_pool.touch_block_ids(self.row_view(group, child)[:full])
-            for i in range(full, theirs.num_blocks):
+            for i in range(full, group.rows[source].num_blocks):
                 into[i] = NULL_BLOCK
                 if ids[i] != NULL_BLOCK:
-                    into[i] = next(fresh)
-                    copies.append((ids[i], into[i]))
-        note_change(&self.state, child)
-        return child, np.array(copies, np.int32).reshape(-1, 2)
+                    into[i] = fresh[0]
+                    copies[0], copies[1] = ids[i], fresh[0]
+                    fresh += 1
+                    copies += 2
+        note_change(&self.state, target)
 
     @cython.critical_section
     def evict_blocks(self, block_ids):
@@ -572,7 +693,7 @@ cdef class KVCacheManager(BlockTables):
         """Forget all cached content; whether it was done: not while blocks are used."""
         if not self.block_pool.reset_prefix_cache():
             return False
-        self.prefix_cache_stats.reset = True
+        self.was_reset = True
         return True
 
     # -- state -------------------------------------------------------------------
@@ -583,30 +704,46 @@ cdef class KVCacheManager(BlockTables):
         """Share of the pool's blocks that is in use: 0.0 to 1.0."""
         return self.block_pool.get_usage()
 
+    @property
+    @cython.critical_section
+    def prefix_cache_stats(self):
+        """The statistics since they were last taken."""
+        return PrefixCacheStats(
+            self.fresh.requests, self.fresh.queries, self.fresh.hits,
+            self.resumed.requests, self.resumed.queries, self.resumed.hits,
+            bool(self.was_reset),
+        )
+
     @cython.critical_section
     def take_prefix_cache_stats(self):
         """The statistics since the last call."""
-        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        stats = self.prefix_cache_stats
+        memset(&self.fresh, 0, sizeof(Admissions))
+        memset(&self.resumed, 0, sizeof(Admissions))
+        self.was_reset = False
         return stats
 
     @cython.critical_section
     def take_events(self):
         """The pool's events since the last call, oldest first; [] if they are off."""
-        events = self.block_pool.take_events()
-        for event in events:
+        for event in self.block_pool.kv_event_queue:
             # vLLM's manager adds what the pool does not know.
             group_id = getattr(event, "group_idx", None)
             if group_id is not None and hasattr(event, "kv_cache_spec_kind"):
                 group = self.groups[group_id]
                 event.kv_cache_spec_kind = group.kind
                 event.kv_cache_spec_sliding_window = getattr(group, "window", None)
-        return events
+        return self.block_pool.take_events()
 
     @property
     @cython.critical_section
     def nbytes(self):
         """Bytes held in C, the pool's included, as far as they are reserved."""
-        return self.block_pool.nbytes + self.table_bytes()
+        cdef Py_ssize_t tokens = 0
+        for hasher in self.hashers:
+            if hasher is not None:
+                tokens += (<BlockHasher> hasher).nbytes
+        return self.block_pool.nbytes + self.table_bytes() + tokens
 
     @cython.critical_section
     def check(self):
@@ -636,6 +773,11 @@ cdef class KVCacheManager(BlockTables):
                     raise AssertionError(f"request {row} does not run and holds blocks")
                 if not 0 <= held.num_nulls <= held.num_blocks <= group.width:
                     raise AssertionError(f"request {row} has {held.num_blocks} blocks")
+                if status == RUNNING and group.kind != CROSS_ATTENTION and (
+                    <int64_t> held.num_blocks * group.block_size
+                    < self.state.progress[row].num_computed
+                ):
+                    raise AssertionError(f"request {row} lacks slots for its tokens")
                 for i in range(held.num_blocks):
                     if ids[i] != NULL_BLOCK:
                         used[ids[i]] = used.get(ids[i], 0) + 1
@@ -677,6 +819,16 @@ cdef int cache_partial(
         g,
         group.block_size,
     )
+    return 0
+
+
+cdef int shrink(cnp.ndarray array, Py_ssize_t length) except -1:
+    """Give back what an array of our own has too much: in place, without an object."""
+    cdef cnp.npy_intp shape = length
+    cdef cnp.PyArray_Dims dims
+    dims.ptr, dims.len = &shape, 1
+    if cnp.PyArray_DIM(array, 0) > length:
+        cnp.PyArray_Resize(array, &dims, 0, cnp.NPY_CORDER)
     return 0
 
 

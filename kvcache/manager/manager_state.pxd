@@ -1,5 +1,4 @@
 # What a manager keeps in C: a row a request, and a block table a group.
-from cpython.mem cimport PyMem_RawCalloc
 from cpython.object cimport PyObject
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -109,6 +108,10 @@ cdef struct ManagerState:
     int32_t* took           # and of those that took blocks
     int32_t num_took
     bint serving            # blocks are being taken, and hooks may run
+    bint starved            # there was no memory to cache a block that is full
+    int32_t* taken          # loud: ids taken for a request, from next_taken on still
+    int32_t* next_taken     # to be put in its rows; room for taken_capacity of them
+    int32_t taken_capacity
     int32_t* changed        # rows whose tables changed; num_changed of them
     int32_t num_changed
 
@@ -171,12 +174,3 @@ cdef inline void note_change(ManagerState* m, int32_t row) noexcept nogil:
         m.progress[row].changed = True
         m.changed[m.num_changed] = row
         m.num_changed += 1
-
-
-cdef inline void* lazily(size_t count, size_t size, str what) except NULL:
-    """Zeroed memory of which only what is touched is ever there."""
-    # Not in huge pages, as `allocate` would have it: most of a table is never used.
-    cdef void* memory = PyMem_RawCalloc(count if count else 1, size)
-    if memory == NULL:
-        raise MemoryError(f"cannot allocate {int(count) * size} bytes for {what}")
-    return memory

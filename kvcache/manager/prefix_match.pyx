@@ -15,7 +15,7 @@ from kvcache._types cimport FOREIGN, NULL_BLOCK, Key, make_key, row_has_key
 from kvcache.hash_index cimport (
     MATCH_CHUNK,
     entry_block,
-    index_contains,
+    index_has_side,
     index_find,
     index_match,
 )
@@ -173,11 +173,10 @@ cdef int64_t match_spec(
 
 
 cdef const Group* first_of(const ManagerState* m, int32_t spec) noexcept nogil:
-    cdef int32_t g
-    for g in range(m.num_groups):
-        if m.groups[g].spec == spec:
-            return &m.groups[g]
-    return NULL
+    cdef int32_t g = 0
+    while m.groups[g].spec != spec:
+        g += 1
+    return &m.groups[g]
 
 
 cdef int64_t match_request(
@@ -243,7 +242,7 @@ cdef bint hits_hold(ManagerState* m, int32_t row) noexcept nogil:
                 &key, digest_of(m, group, row, i), m.digest_length,
                 group.suffix,
             )
-            if not row_has_key(&m.pool.rows[ids[i]], &key) and not index_contains(
+            if not row_has_key(&m.pool.rows[ids[i]], &key) and not index_has_side(
                 m.pool.index, &key, ids[i]
             ):
                 return False

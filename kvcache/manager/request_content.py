@@ -85,7 +85,11 @@ class RequestContent:
         before = self.hasher.num_tokens
         fresh = self.hasher.append(tokens)
         if self.all_token_ids is not None:
-            self.all_token_ids += self.hasher.token_ids[before:].tolist()
+            try:
+                self.all_token_ids += self.hasher.token_ids[before:].tolist()
+            except BaseException:
+                self.hasher.truncate(before)
+                raise
         return fresh
 
     def truncate(self, num_tokens: int, num_hashes: int) -> None:
@@ -93,6 +97,13 @@ class RequestContent:
         if self.hasher is None:
             del self.block_hashes[num_hashes:]
             return
-        self.hasher.truncate(num_tokens)
+        cut = []
         if self.all_token_ids is not None:
+            cut = self.all_token_ids[num_tokens:]
             del self.all_token_ids[num_tokens:]
+        try:
+            self.hasher.truncate(num_tokens)
+        except BaseException:
+            if self.all_token_ids is not None:
+                self.all_token_ids += cut
+            raise

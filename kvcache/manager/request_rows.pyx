@@ -5,9 +5,9 @@ Invariant: a row is vacant or a request's; `vacant` lists the former, the next o
 Costs: O(1) a row and a hash.
 Threads: one at a time on one manager; the caller sees to it.
 """
-from cpython.mem cimport PyMem_RawRealloc
 from libc.stdint cimport uint8_t
 
+from kvcache._memory cimport moved
 from kvcache._types cimport MAX_DIGEST_BYTES
 from kvcache.manager.block_caching cimport tail_is_cached
 from kvcache.manager.manager_state cimport (
@@ -59,8 +59,9 @@ cdef bint reserve_digests(
         # A prompt is there as a whole; what comes behind it comes bit by bit.
         if content.num_hashes:
             capacity = 2 * capacity + 8
-        bigger = <uint8_t*> PyMem_RawRealloc(
-            content.digests, capacity * MAX_DIGEST_BYTES
+        bigger = <uint8_t*> moved(
+            content.digests, <size_t> content.num_hashes * m.digest_length, capacity,
+            MAX_DIGEST_BYTES,
         )
         if bigger == NULL:
             return False

@@ -12,13 +12,17 @@ cdef class Requests:
     cdef list hashers           # per row: the BlockHasher of its tokens, or None
 
     cdef int make_rows(self, Py_ssize_t count) except -1
+    cdef void free_rows(self) noexcept
     cdef int check_not_serving(self) except -1
     cdef int check_row(self, Py_ssize_t row) except -1
     cdef int grow(self, int32_t row, object tokens, Py_ssize_t count) except -1
     cdef int cut(self, int32_t row, int64_t num_tokens) except -1
     cdef int32_t find_row(self, object row) except -1
     cdef object as_rows(self, object rows)
-    cdef int add_hashes(self, int32_t row, object hashes) except -1
+    cdef int reserve_hashes(
+        self, int32_t row, object hashes, int64_t num_tokens
+    ) except -1
+    cdef void write_hashes(self, int32_t row, object hashes) noexcept
     cdef int32_t vacant_row(self, int64_t num_tokens) except -1
     cdef object content_of(self, int32_t row)
     cdef int forget(self, int32_t row) except -1

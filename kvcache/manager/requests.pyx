@@ -8,15 +8,16 @@ Costs: O(1) a token and a hash. Threads: as the manager.
 """
 cimport cython
 cimport numpy as cnp
-from cpython.mem cimport PyMem_RawFree
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from libc.string cimport memcpy
 
 from kvcache._args cimport as_ids, as_int, no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
+from kvcache._memory cimport deallocate, lazily
 from kvcache._types cimport MAX_BLOCKS, MAX_DIGEST_BYTES
 from kvcache.hashing.block_hasher cimport BlockHasher
-from kvcache.manager.manager_state cimport Content, Progress, Request, lazily
+from kvcache.manager.manager_state cimport Content, Progress, Request
 from kvcache.manager.request_rows cimport (
     close_row,
     is_request,
@@ -42,24 +43,32 @@ cdef class Requests:
         self.state.hash_block_size = self.state.alignment = 1
 
     def __dealloc__(self):
+        self.free_rows()
+
+    cdef void free_rows(self) noexcept:
+        """Have no memory for requests, and none."""
         cdef int32_t i
-        if self.state.content != NULL:
-            for i in range(self.state.max_requests):
-                PyMem_RawFree(self.state.content[i].digests)
-        PyMem_RawFree(self.state.requests)
-        PyMem_RawFree(self.state.content)
-        PyMem_RawFree(self.state.progress)
-        PyMem_RawFree(self.state.changed)
-        PyMem_RawFree(self.state.busy)
-        PyMem_RawFree(self.state.took)
-        PyMem_RawFree(self.state.vacant)
+        for i in range(self.state.max_requests):
+            deallocate(self.state.content[i].digests)
+        deallocate(self.state.requests)
+        deallocate(self.state.content)
+        deallocate(self.state.progress)
+        deallocate(self.state.changed)
+        deallocate(self.state.busy)
+        deallocate(self.state.took)
+        deallocate(self.state.vacant)
+        self.state.requests, self.state.content = NULL, NULL
+        self.state.progress, self.state.changed = NULL, NULL
+        self.state.busy, self.state.took, self.state.vacant = NULL, NULL, NULL
+        self.state.max_requests = self.state.num_vacant = 0
 
     def __reduce__(self):
         raise no_copy(self)
 
     cdef int make_rows(self, Py_ssize_t count) except -1:
-        """Memory for so many requests."""
+        """Memory for so many requests; after an error `free_rows` is to be called."""
         cdef Py_ssize_t i
+        self.contents, self.hashers = [None] * count, [None] * count
         self.state.requests = <Request*> lazily(count, sizeof(Request), "requests")
         self.state.content = <Content*> lazily(count, sizeof(Content), "requests")
         self.state.progress = <Progress*> lazily(
@@ -69,7 +78,6 @@ cdef class Requests:
         self.state.busy = <int32_t*> lazily(count + 1, sizeof(int32_t), "requests")
         self.state.took = <int32_t*> lazily(count, sizeof(int32_t), "requests")
         self.state.max_requests = <int32_t> count
-        self.contents, self.hashers = [None] * count, [None] * count
         self.state.vacant = <int32_t*> lazily(count, sizeof(int32_t), "requests")
         for i in range(count):
             self.state.vacant[i] = <int32_t> (count - 1 - i)
@@ -145,10 +153,13 @@ cdef class Requests:
                 raise ValueError(
                     f"a prompt has 1 to {self.state.max_model_len} tokens, got {count}"
                 )
+        cdef bint skip = skip_reading_prefix_cache
         cdef int32_t row = self.vacant_row(count)
-        self.add_hashes(row, made.block_hashes)
+        self.reserve_hashes(row, made.block_hashes, count)
+        if made.block_hashes:
+            self.write_hashes(row, made.block_hashes)
         open_row(&self.state)
-        self.state.requests[row].skip_lookup = skip_reading_prefix_cache
+        self.state.requests[row].skip_lookup = skip
         self.state.requests[row].has_object = True
         self.contents[row], self.hashers[row] = made, made.hasher
         return row
@@ -165,16 +176,18 @@ cdef class Requests:
             raise BlockStateError(f"request {row} was made by compiled code")
         return self.contents[row]
 
-    cdef int add_hashes(self, int32_t row, object hashes) except -1:
-        """Append block hashes to a request's; `num_tokens` says how many fit."""
+    cdef int reserve_hashes(
+        self, int32_t row, object hashes, int64_t num_tokens
+    ) except -1:
+        """Prove that a request of so many tokens can have these hashes more."""
         cdef Content* content = &self.state.content[row]
         cdef Py_ssize_t have = content.num_hashes, count = len(hashes), length
         if count == 0:
             return 0
-        if have + count > content.num_tokens // self.state.hash_block_size:
+        if have + count > num_tokens // self.state.hash_block_size:
             raise ValueError(
                 f"{have + count} block hashes of {self.state.hash_block_size} tokens"
-                f" each for a request of {content.num_tokens}"
+                f" each for a request of {num_tokens}"
             )
         length = self.state.digest_length
         for digest in hashes:
@@ -189,13 +202,21 @@ cdef class Requests:
                 )
         if not reserve_digests(&self.state, row, count):
             raise MemoryError(f"cannot keep {have + count} block hashes")
-        self.state.digest_length = <int32_t> length
-        for digest in hashes:
-            memcpy(content.digests + have * length, <char*> <bytes> digest, length)
-            have += 1
-        content.num_hashes = <int32_t> have
-        wake(&self.state, row)
         return 0
+
+    cdef void write_hashes(self, int32_t row, object hashes) noexcept:
+        """Append block hashes, for which there is room, to a request's."""
+        cdef Content* content = &self.state.content[row]
+        cdef Py_ssize_t length
+        for digest in <list> hashes:
+            length = PyBytes_GET_SIZE(digest)
+            self.state.digest_length = <int32_t> length
+            memcpy(
+                content.digests + content.num_hashes * length,
+                PyBytes_AS_STRING(digest), length,
+            )
+            content.num_hashes += 1
+        wake(&self.state, row)
 
     cdef int forget(self, int32_t row) except -1:
         close_row(&self.state, row)
@@ -240,13 +261,11 @@ cdef class Requests:
             self.grow(at, tokens, count)
             return
         fresh = list(hashes)
+        self.reserve_hashes(at, fresh, content.num_tokens + count)
+        (<list> made.block_hashes).extend(fresh)
         content.num_tokens += <int32_t> count
-        try:
-            self.add_hashes(at, fresh)
-        except BaseException:
-            content.num_tokens -= <int32_t> count
-            raise
-        made.block_hashes += fresh
+        if fresh:
+            self.write_hashes(at, fresh)
 
     cdef int grow(self, int32_t row, object tokens, Py_ssize_t count) except -1:
         """Add tokens; their hashes follow."""
@@ -258,24 +277,25 @@ cdef class Requests:
             fresh = (<BlockHasher> self.hashers[row]).append(tokens)
         if self.contents[row] is not content:
             raise BlockStateError(f"request {row} went away during the call")
-        self.state.content[row].num_tokens = <int32_t> (before + count)
         if fresh:
             try:
-                self.add_hashes(row, fresh)
+                self.reserve_hashes(row, fresh, before + count)
             except BaseException:
-                self.cut(row, before)
+                content.truncate(before, self.state.content[row].num_hashes)
                 raise
+        self.state.content[row].num_tokens = <int32_t> (before + count)
+        if fresh:
+            self.write_hashes(row, fresh)
         return 0
 
     cdef int cut(self, int32_t row, int64_t num_tokens) except -1:
         """Forget all tokens but the first, and the hashes that cover others."""
         cdef Content* content = &self.state.content[row]
-        made = self.content_of(row)  # raises before anything is forgotten
-        content.num_tokens = <int32_t> num_tokens
-        content.num_hashes = min(
+        cdef int32_t num_hashes = min(
             content.num_hashes, <int32_t> (num_tokens // self.state.hash_block_size)
         )
-        made.truncate(num_tokens, content.num_hashes)
+        self.content_of(row).truncate(num_tokens, num_hashes)
+        content.num_tokens, content.num_hashes = <int32_t> num_tokens, num_hashes
         return 0
 
     @cython.critical_section

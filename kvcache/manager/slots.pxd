@@ -1,7 +1,7 @@
 # Slots for a request's next tokens, as vLLM 0.33's allocate_slots gives them.
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.manager.manager_state cimport ManagerState, Slots
+from kvcache.manager.manager_state cimport RUNNING, ManagerState, Slots
 
 cdef enum Served:
     NO_ROOM = 0             # all as it was, but for blocks outside the window
@@ -9,6 +9,31 @@ cdef enum Served:
     EXTENDED = 2            # what it has taken stands from first_new on, if anything
 
 
+# Whether a running request asks for slots alone, and has them.
+cdef inline bint is_idle(
+    const ManagerState* m, int32_t row, const Slots* slots
+) noexcept nogil:
+    return asks_for_slots_alone(m, row, slots) and (
+        min(
+            m.progress[row].num_computed + slots.num_new + slots.num_lookahead,
+            m.max_model_len,
+        )
+        <= m.progress[row].idle_until
+    )
+
+
+cdef inline bint asks_for_slots_alone(
+    const ManagerState* m, int32_t row, const Slots* slots
+) noexcept nogil:
+    return m.progress[row].status == RUNNING and not (
+        slots.num_encoder
+        or slots.reserved_blocks
+        or slots.must_fit
+        or slots.delay_cache
+    )
+
+
+# What does not fit, or raises, has changed nothing but for blocks outside the window.
 cdef Served serve(
     ManagerState* m, int32_t row, const Slots* slots
 ) except? NO_ROOM nogil

@@ -8,6 +8,8 @@ Threads: one at a time on one manager; the caller sees to it.
 """
 # The rules are those of vLLM 0.33's KVCacheManager.allocate_slots, its coordinators and
 # single-type managers; ids come out in the same order.
+from libc.string cimport memset
+
 from kvcache._types cimport NULL_BLOCK
 from kvcache.manager.block_caching cimport (
     cache_blocks,
@@ -31,62 +33,33 @@ from kvcache.manager.manager_state cimport (
     num_skipped,
     table_row,
 )
-from kvcache.pool_state cimport pool_free, pool_get, pool_touch
+from kvcache.manager.plan cimport (
+    Plan,
+    hits_to_hold,
+    num_external_blocks,
+    num_new_blocks,
+    plan_of,
+    slots_needed,
+    take,
+    take_loudly,
+    touch,
+)
+from kvcache.pool_state cimport pool_free
 
 
 cdef inline int64_t slots_of(const Group* group, const GroupRow* held) noexcept nogil:
     return <int64_t> held.num_blocks * group.block_size
 
 
-cdef inline int64_t slots_needed(
-    const Group* group, int64_t num_tokens, int64_t num_encoder
+cdef inline void extend(
+    ManagerState* m, Group* group, int32_t row, int64_t n
 ) noexcept nogil:
-    """Slots that a group has to have for so many tokens."""
-    if group.kind == CROSS_ATTENTION:
-        return num_encoder
-    return num_tokens + <int64_t> group.block_size * group.spec_blocks
-
-
-cdef int take(ManagerState* m, int32_t* into, int32_t n) except -1 nogil:
-    """n free blocks, of which there are enough."""
-    if m.loud != NULL:
-        return take_loudly(m, into, n)
-    pool_get(m.pool, into, n)
-    return 0
-
-
-# Apart, since a function that has Python variables takes the GIL whenever it returns.
-cdef int take_loudly(ManagerState* m, int32_t* into, int32_t n) except -1 with gil:
-    for i, block in enumerate((<object> m.loud).get_new_block_ids(n).tolist()):
-        into[<Py_ssize_t> i] = block
-    return 0
-
-
-cdef inline int extend(
-    ManagerState* m, Group* group, int32_t row, int64_t num_slots
-) except -1 nogil:
-    """Take what a group lacks to have so many slots, of free blocks that suffice."""
+    """Take n free blocks more, of which there are enough."""
     cdef GroupRow* held = &group.rows[row]
-    cdef int32_t n
-    if num_slots > slots_of(group, held):
-        n = <int32_t> cdiv(num_slots, group.block_size) - held.num_blocks
-        take(m, table_row(group, row) + held.num_blocks, n)
-        held.num_blocks += n
+    if n > 0:
+        take(m, table_row(group, row) + held.num_blocks, <int32_t> n)
+        held.num_blocks += <int32_t> n
         note_change(m, row)
-    return 0
-
-
-cdef int touch(ManagerState* m, int32_t* ids, int32_t n) except -1 nogil:
-    """One more user of each block."""
-    if m.loud != NULL:
-        return touch_loudly(m, ids, n)
-    pool_touch(m.pool, ids, n)
-    return 0
-
-
-cdef int touch_loudly(ManagerState* m, int32_t* ids, int32_t n) except -1 with gil:
-    (<object> m.loud).touch_block_ids([ids[i] for i in range(n)])
-    return 0
 
 
 cdef inline int64_t blocks_needed(
@@ -196,56 +169,25 @@ cdef void give_back(ManagerState* m, int32_t row) noexcept nogil:
     note_change(m, row)
 
 
-cdef bint has_hits(ManagerState* m, int32_t row) noexcept nogil:
-    cdef int32_t g
-    if m.requests[row].matched:
-        for g in range(m.num_groups):
-            if m.groups[g].rows[row].num_hits:
-                return True
-    return False
-
-
-cdef bint is_tracked(ManagerState* m, int32_t row) noexcept nogil:
-    cdef int32_t g
-    for g in range(m.num_groups):
-        if m.groups[g].rows[row].num_cached != NOT_TRACKED:
-            return True
-    return False
-
-
-cdef int hold_hits(
-    ManagerState* m, Group* group, int32_t row, int64_t total_computed
-) except -1 nogil:
+cdef void hold_hits(
+    ManagerState* m, Group* group, int32_t row, const Plan* plan
+) noexcept nogil:
     """Use the hits; those outside the window become null blocks."""
     cdef GroupRow* held = &group.rows[row]
     cdef int32_t* ids = table_row(group, row)
-    cdef int32_t skipped, i, stop
+    cdef int32_t first, stop, i
     if group.kind == CROSS_ATTENTION:
-        return 0
-    skipped = <int32_t> (num_skipped(group, total_computed) // group.block_size)
-    # Those of a match that was dropped since do not count.
-    stop = max(skipped, held.num_hits if m.requests[row].matched else 0)
-    for i in range(skipped):
+        return
+    hits_to_hold(m, group, row, plan, &first, &stop)
+    for i in range(first):
         ids[i] = NULL_BLOCK
-    if stop > skipped:
-        touch(m, ids + skipped, stop - skipped)
+    if stop > first:
+        touch(m, ids + first, stop - first)
     held.num_blocks = held.num_cached = stop
-    held.num_nulls = skipped
+    held.num_nulls = first
     # Hits may start with null blocks too: those that the window had left behind.
     while held.num_nulls < stop and ids[held.num_nulls] == NULL_BLOCK:
         held.num_nulls += 1
-    return 0
-
-
-cdef int take_external(
-    ManagerState* m, Group* group, int32_t row, int64_t total_computed
-) except -1 nogil:
-    """Blocks for tokens that a connector brings, but for those outside the window."""
-    if group.kind != CROSS_ATTENTION and total_computed > num_skipped(
-        group, total_computed
-    ):
-        extend(m, group, row, total_computed)
-    return 0
 
 
 cdef Served advance(
@@ -256,8 +198,10 @@ cdef Served advance(
     cdef GroupRow* held
     cdef Progress* progress = &m.progress[row]
     cdef int64_t total = progress.num_computed + num_new, needed, all_needed = 0
-    cdef int64_t wanted = min(total + num_lookahead, m.max_model_len)
     cdef int32_t g
+    cdef Plan plan
+    memset(&plan, 0, sizeof(Plan))
+    plan.wanted = min(total + num_lookahead, m.max_model_len)
     if m.drops_blocks:
         remove_skipped(
             m, row, max(progress.num_computed - m.requests[row].num_in_flight, 0)
@@ -265,17 +209,22 @@ cdef Served advance(
     for g in range(m.num_groups):
         group = &m.groups[g]
         held = &group.rows[row]
-        needed = slots_needed(group, wanted, 0)
+        needed = slots_needed(group, plan.wanted, 0)
         if needed > slots_of(group, held):
             all_needed += cdiv(needed, group.block_size) - held.num_blocks
     if all_needed:
         if all_needed > m.pool.queue.num_free:
             return NO_ROOM
         served = EXTENDED
+        if m.loud != NULL:
+            take_loudly(m, row, &plan)
         for g in range(m.num_groups):
             group = &m.groups[g]
-            group.rows[row].first_new = group.rows[row].num_blocks
-            extend(m, group, row, slots_needed(group, wanted, 0))
+            held = &group.rows[row]
+            held.first_new = held.num_blocks
+            needed = slots_needed(group, plan.wanted, 0)
+            if needed > slots_of(group, held):
+                extend(m, group, row, cdiv(needed, group.block_size) - held.num_blocks)
     progress.num_computed = <int32_t> total
     progress.idle_until = 0
     progress.idle_until = settle(m, row, total)
@@ -288,22 +237,16 @@ cdef Served serve(
     cdef Request* request = &m.requests[row]
     cdef Progress* progress = &m.progress[row]
     cdef Group* group
-    cdef int64_t local, total, wanted, required, num_free, watermark = 0
+    cdef int64_t total, required, num_free, watermark = 0
     cdef int32_t g
-    if progress.status == RUNNING and not (
-        slots.num_encoder
-        or slots.reserved_blocks
-        or slots.must_fit
-        or slots.delay_cache
-    ):
-        total = progress.num_computed + slots.num_new
-        if min(total + slots.num_lookahead, m.max_model_len) <= progress.idle_until:
-            progress.num_computed = <int32_t> total
-            return HAS_ROOM
+    cdef Plan plan
+    if is_idle(m, row, slots):
+        progress.num_computed += <int32_t> slots.num_new
+        return HAS_ROOM
+    if asks_for_slots_alone(m, row, slots):
         return advance(m, row, slots.num_new, slots.num_lookahead)
-    local = progress.num_computed + request.hit_length
-    total = min(local + slots.num_external, m.max_model_len)
-    wanted = min(total + slots.num_new + slots.num_lookahead, m.max_model_len)
+    plan = plan_of(m, row, slots)
+    total = plan.total
     if slots.has_scheduled and progress.status != RUNNING:
         watermark = m.watermark_blocks
     if slots.must_fit:
@@ -316,23 +259,26 @@ cdef Served serve(
     if m.drops_blocks:
         remove_skipped(m, row, max(total - request.num_in_flight, <int64_t> 0))
     required = watermark + all_blocks_needed(
-        m, row, wanted, local + slots.num_external, slots, False
+        m, row, plan.wanted, plan.computed, slots, False
     )
     num_free = <int64_t> m.pool.queue.num_free - slots.reserved_blocks
     if required > num_free:
         return NO_ROOM
-    if (slots.num_external or has_hits(m, row)) and not is_tracked(m, row):
+    if m.loud != NULL:
+        take_loudly(m, row, &plan)
+    if plan.adopts:
         note_change(m, row)
         # All hits first: a block taken for one group could be another one's hit.
         for g in range(m.num_groups):
-            hold_hits(m, &m.groups[g], row, local + slots.num_external)
-        if slots.num_external:
-            for g in range(m.num_groups):
-                take_external(m, &m.groups[g], row, local + slots.num_external)
+            hold_hits(m, &m.groups[g], row, &plan)
+        for g in range(m.num_groups):
+            group = &m.groups[g]
+            extend(m, group, row, num_external_blocks(m, group, row, &plan))
+        plan.adopts = False
     for g in range(m.num_groups):
         group = &m.groups[g]
         group.rows[row].first_new = group.rows[row].num_blocks
-        extend(m, group, row, slots_needed(group, wanted, slots.num_encoder))
+        extend(m, group, row, num_new_blocks(m, group, row, &plan))
     request.matched = False
     request.hit_length = 0
     progress.status = RUNNING

@@ -32,17 +32,6 @@ class PrefixCacheStats:
     preempted_hits: int = 0
     reset: bool = False
 
-    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
-        """Count an admission."""
-        if preempted:
-            self.preempted_requests += 1
-            self.preempted_queries += num_tokens
-            self.preempted_hits += num_hits
-        else:
-            self.requests += 1
-            self.queries += num_tokens
-            self.hits += num_hits
-
     @property
     def hit_rate(self) -> float:
         """Share of the looked-up tokens that were cached, preempted requests apart."""

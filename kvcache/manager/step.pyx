@@ -12,11 +12,62 @@ Threads: one at a time on one manager; the caller sees to it.
 from libc.stdint cimport INT32_MAX
 
 from kvcache.manager.block_caching cimport prefetch_events
-from kvcache.manager.manager_state cimport RUNNING, GroupRow, Progress, table_row
+from kvcache.manager.manager_state cimport (
+    RUNNING,
+    Group,
+    GroupRow,
+    Progress,
+    cdiv,
+    table_row,
+)
+from kvcache.manager.plan cimport slots_needed
 from kvcache.manager.slots cimport EXTENDED, NO_ROOM, Served, advance
 
+from kvcache.errors import LACK_OF_MEMORY
 
-cdef Py_ssize_t serve_step(
+
+cdef bint begin_step(
+    ManagerState* m,
+    const int32_t* rows,
+    const int32_t* news,
+    Py_ssize_t n,
+    int64_t num_lookahead,
+) noexcept nogil:
+    if n > m.max_requests:
+        return False
+    if not count_idle(m, rows, news, n, num_lookahead):
+        take_back(m, rows, news, 0, n)
+        return False
+    prefetch_events(m, rows)
+    m.serving = True
+    return True
+
+
+cdef int64_t blocks_of_step(
+    const ManagerState* m,
+    const int32_t* rows,
+    const int32_t* news,
+    int64_t num_lookahead,
+) noexcept nogil:
+    cdef const Group* group
+    cdef int64_t needed, slots, count = 0
+    cdef int32_t k, g, row
+    for k in range(m.num_busy):
+        row = rows[m.busy[k]]
+        needed = <int64_t> m.progress[row].num_computed + news[m.busy[k]]
+        needed = min(needed + num_lookahead, m.max_model_len)
+        for g in range(m.num_groups):
+            group = &m.groups[g]
+            slots = slots_needed(group, needed, 0)
+            slots -= <int64_t> group.rows[row].num_blocks * group.block_size
+            if slots > group.block_size:
+                count += cdiv(slots, group.block_size)
+            elif slots > 0:
+                count += 1
+    return count
+
+
+cdef Py_ssize_t finish_step(
     ManagerState* m,
     const int32_t* rows,
     const int32_t* news,
@@ -25,14 +76,7 @@ cdef Py_ssize_t serve_step(
     int32_t* starts,
 ) except -2 nogil:
     cdef Py_ssize_t served = 0
-    if n > m.max_requests:
-        return -1
-    if not count_idle(m, rows, news, n, num_lookahead):
-        take_back(m, rows, news, 0, n)
-        return -1
     starts[0] = 0
-    prefetch_events(m, rows)
-    m.serving = True
     try:
         serve_busy(m, rows, news, n, num_lookahead, starts, &served)
     finally:
@@ -40,6 +84,26 @@ cdef Py_ssize_t serve_step(
         if served < n:
             take_back(m, rows, news, served, n)
     return served
+
+
+cdef void drop_step(
+    ManagerState* m, const int32_t* rows, const int32_t* news, Py_ssize_t n
+) noexcept nogil:
+    m.serving = False
+    take_back(m, rows, news, 0, n)
+
+
+# Apart, since a function that has Python variables takes the GIL whenever it returns.
+cdef Served advance_loudly(
+    ManagerState* m, int32_t row, int64_t num_new, int64_t num_lookahead, bint first
+) except? NO_ROOM with gil:
+    """As `advance`, but there is no room either where there is no memory for events."""
+    try:
+        return advance(m, row, num_new, num_lookahead)
+    except LACK_OF_MEMORY:
+        if first:
+            raise
+        return NO_ROOM
 
 
 cdef inline bint count_idle(
@@ -97,7 +161,10 @@ cdef inline int serve_busy(
     for k in range(m.num_busy):
         i = m.busy[k]
         served[0] = i
-        how = advance(m, rows[i], news[i], num_lookahead)
+        if m.loud == NULL:
+            how = advance(m, rows[i], news[i], num_lookahead)
+        else:
+            how = advance_loudly(m, rows[i], news[i], num_lookahead, i == 0)
         if how == EXTENDED:
             m.took[m.num_took] = <int32_t> i
             m.num_took += 1

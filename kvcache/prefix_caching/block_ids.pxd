@@ -15,6 +15,8 @@ cdef class BlockIds:
     cdef inline int64_t id_of(self, block_id_t row) noexcept nogil:
         return self.first + row if self.ids == NULL else self.ids[row]
 
+    # Bytes held in C.
+    cdef Py_ssize_t nbytes(self) noexcept
     cdef block_id_t find(self, object block_id) except? -1
     cdef block_id_t row_of(self, object block_id) except -1
     cdef frozenset as_frozenset(self)

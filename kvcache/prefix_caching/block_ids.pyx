@@ -6,11 +6,10 @@ Costs: both ways O(1); 8 bytes an id and a dict entry where they are not contigu
 Threads: never changes once made.
 """
 cimport cython
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport INT64_MAX
 
 from kvcache._args cimport as_int
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport MAX_BLOCKS
 
 
@@ -61,7 +60,10 @@ cdef class BlockIds:
         self.count = <block_id_t> count
 
     def __dealloc__(self):
-        PyMem_RawFree(self.ids)
+        deallocate(self.ids)
+
+    cdef Py_ssize_t nbytes(self) noexcept:
+        return 0 if self.ids == NULL else self.count * sizeof(int64_t)
 
     cdef block_id_t find(self, object block_id) except? -1:
         """The row of an id, or -1; TypeError or ValueError if it can be none."""

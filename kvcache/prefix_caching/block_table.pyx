@@ -8,10 +8,13 @@ Costs: O(1) a block and what the allocator takes; a token appended touches one b
 Threads: each call is atomic, where the allocator is kvcache's.
 """
 cimport cython
+from cpython.object cimport PyObject
+
 from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
 from kvcache._types cimport MAX_BLOCKS
-from kvcache.prefix_caching.blocks cimport NO_ROW, BlockOwner, TokenBlock
+from kvcache.prefix_caching.blocks cimport NO_ROW, PrefixCachingBlock, TokenBlock
+from kvcache.prefix_caching.cpu_gpu_block_allocator cimport CpuGpuBlockAllocator
 from kvcache.prefix_caching.null_block cimport NullBlock
 from kvcache.prefix_caching.prefix_hash cimport exact_tokens
 
@@ -36,6 +39,27 @@ cdef Py_ssize_t num_tokens_in(object block, Py_ssize_t block_size) except -1:
     if isinstance(block, TokenBlock):
         return (<TokenBlock> block).num_tokens
     return len(block.token_ids)
+
+
+cdef bint is_plain(object block, BlockOwner owner) noexcept:
+    """Whether a block takes tokens without asking a block of another class."""
+    if not isinstance(block, TokenBlock) or (
+        (<TokenBlock> block).owner != <PyObject*> owner
+    ):
+        return False
+    return not (
+        type(block) is PrefixCachingBlock
+        and (<PrefixCachingBlock> block).has_foreign_parent()
+    )
+
+
+cdef bint all_ours(object blocks) noexcept:
+    if type(blocks) is not list:
+        return False
+    for block in <list> blocks:
+        if not isinstance(block, TokenBlock):
+            return False
+    return True
 
 
 cdef class BlockTable:
@@ -110,14 +134,30 @@ cdef class BlockTable:
         cdef list pieces = [
             tokens[start : start + size] for start in range(0, len(tokens), size)
         ]
-        allocate = getattr(self._allocator, "allocate_blocks", None)
-        blocks = None
-        if allocate is not None:
-            blocks = allocate(None, pieces, device, extra_hash)
+        cdef BlockOwner owner = self.owner_on(device)
+        cdef list numbers
+        blocks = None if owner is None else owner.make_chain(None, pieces, extra_hash)
         if blocks is None:
             blocks = self.allocate_in_two(pieces, device, extra_hash)
-        self.update(blocks)
+            self.update(blocks)
+        else:
+            numbers = [None] * len(blocks)
+            self._blocks.reserve(len(blocks))
+            # From here on nothing runs that could change the table or the allocator.
+            if self._blocks._blocks:
+                raise BlockStateError("the table got blocks while its tokens were read")
+            owner.require_places(blocks, None)
+            owner.place_all(blocks, True)
+            self._blocks.adopt(blocks, numbers)
+            self.num_dropped = 0
         self._num_full_slots = len(tokens)
+
+    cdef BlockOwner owner_on(self, object device):
+        """A device's allocator, if it and what has it are kvcache's; else None."""
+        if type(self._allocator) is not CpuGpuBlockAllocator:
+            return None
+        allocator = (<CpuGpuBlockAllocator> self._allocator).on(device)
+        return allocator if isinstance(allocator, BlockOwner) else None
 
     cdef list allocate_in_two(self, list pieces, object device, object extra_hash):
         """`allocate_blocks`, of an allocator that has vLLM's methods alone."""
@@ -212,7 +252,7 @@ cdef class BlockTable:
                 )
         except BaseException:
             while len(blocks) > before:
-                self._blocks._block_ids.pop()
+                self._blocks.numbers.pop()
                 self._allocator.free(blocks.pop())
             raise
         return 0
@@ -225,11 +265,11 @@ cdef class BlockTable:
             BlockStateError: The table has no blocks.
             NoFreeBlocksError: Too few blocks are free. None was taken.
         """
-        cdef Py_ssize_t missing
+        cdef Py_ssize_t num_slots = slots(num_empty_slots, "num_empty_slots")
+        cdef BlockOwner owner = self.owner_on(GPU)
         self.require_allocated()
-        missing = self.missing_blocks(slots(num_empty_slots, "num_empty_slots"))
-        self.require_free(missing, GPU)
-        self.grow(missing, extra_hash)
+        if owner is None or not self.append_here(owner, (), num_slots, extra_hash):
+            self.append_anywhere((), num_slots, extra_hash)
 
     # -- append ----------------------------------------------------------------------
 
@@ -264,11 +304,75 @@ cdef class BlockTable:
         cdef Py_ssize_t lookahead = slots(num_lookahead_slots, "num_lookahead_slots")
         if self._max_block_sliding_window is not None:
             self.drop_blocks(num_computed_slots, n)
+        cdef BlockOwner owner = self.owner_on(GPU)
+        if owner is None or not self.append_here(owner, tokens, lookahead, extra_hash):
+            self.append_anywhere(tokens, lookahead, extra_hash)
+
+    cdef bint append_here(
+        self, BlockOwner owner, object tokens, Py_ssize_t lookahead, object extra_hash
+    ) except -1:
+        """Append to blocks of one of kvcache's allocators: all tokens, or none.
+
+        Returns:
+            Whether these are such blocks; nothing was done if not.
+        """
+        cdef list blocks = self._blocks._blocks, fresh, holes, pieces = []
+        cdef Py_ssize_t size = self._block_size, n = len(tokens), start = 0, end, i
+        cdef Py_ssize_t full = self._num_full_slots, first = full // size
+        cdef Py_ssize_t count = len(blocks)
+        cdef Py_ssize_t missing = self.missing_blocks(n + lookahead)
+        cdef Py_ssize_t shared = 0
+        cdef TokenBlock block
+        if missing == 0 and n and n <= size - full % size:
+            if not is_plain(blocks[first], owner):
+                return False
+            block = <TokenBlock> blocks[first]
+            if block.prepare(tokens):
+                owner.require_copies(1)
+            block.append(tokens)
+            self._blocks.note(first)
+            self._blocks.try_to_fill()
+            self._num_full_slots = full + n
+            return True
+        self.require_free(missing + self.shared_blocks(n), GPU)
+        fresh = owner.make_chain(blocks[count - 1], [()] * missing, extra_hash)
+        if fresh is None:
+            return False
+        while start < n:
+            end = min(n, start + size - (full + start) % size)
+            pieces.append(tokens if end - start == n else tokens[start:end])
+            start = end
+        holes = [None] * missing
+        # From here on nothing runs that could change the table or the allocator.
+        if len(self._blocks._blocks) != count or self._num_full_slots != full:
+            raise BlockStateError("the table changed while it was appended to")
+        for i in range(len(pieces)):
+            if first + i >= count:
+                (<TokenBlock> fresh[first + i - count]).make_room(len(pieces[i]))
+            elif not is_plain(blocks[first + i], owner):
+                return False
+            else:
+                block = <TokenBlock> blocks[first + i]
+                shared += block.prepare(pieces[i])
+        owner.require_copies(missing + shared)
+        self._blocks.extend(fresh, holes)
+        # From here on nothing fails.
+        owner.place_all(fresh, True)
+        for i in range(len(pieces)):
+            (<TokenBlock> blocks[first + i]).append(pieces[i])
+            self._blocks.note(first + i)
+        self._blocks.note_all(count)
+        self._num_full_slots = full + n
+        return True
+
+    cdef int append_anywhere(
+        self, object tokens, Py_ssize_t lookahead, object extra_hash
+    ) except -1:
+        """Append to blocks of any class, one after the other."""
+        cdef Py_ssize_t size = self._block_size, n = len(tokens), start = 0, end
         cdef Py_ssize_t missing = self.missing_blocks(n + lookahead)
         self.require_free(missing + self.shared_blocks(n), GPU)
         self.grow(missing, extra_hash)
-
-        cdef Py_ssize_t size = self._block_size, start = 0, end
         while start < n:
             end = min(n, start + size - self._num_full_slots % size)
             self._blocks.add_tokens(
@@ -277,6 +381,7 @@ cdef class BlockTable:
             )
             self._num_full_slots += end - start
             start = end
+        return 0
 
     cdef int drop_blocks(
         self, object num_computed_slots, Py_ssize_t num_new_tokens
@@ -315,22 +420,29 @@ cdef class BlockTable:
         Raises:
             BlockStateError: The table has no blocks, or one was freed.
         """
-        cdef list blocks = self._blocks._blocks
-        cdef Py_ssize_t count = len(blocks), num_null = 0
+        cdef list blocks = self._blocks._blocks, numbers, ours
+        cdef Py_ssize_t count = len(blocks), num_null = 0, i
         cdef BlockTable forked
         self.require_allocated()
         while num_null < count and isinstance(blocks[num_null], NullBlock):
             num_null += 1
-        if num_null == 0:
-            forked_blocks = self._allocator.fork(blocks[count - 1])
-        else:
-            forked_blocks = blocks[:num_null] + list(
-                self._allocator.fork(blocks[count - 1], count - num_null)
-            )
         forked = BlockTable(
-            self._block_size, self._allocator, forked_blocks,
-            self._max_block_sliding_window,
+            self._block_size, self._allocator, (), self._max_block_sliding_window
         )
+        ours, numbers = blocks[:], [None] * count
+        forked._blocks.reserve(count)
+        last = blocks[count - 1]
+        if num_null == 0:
+            others = self._allocator.fork(last)
+        else:
+            others = self._allocator.fork(last, count - num_null)
+        if not all_ours(others):
+            forked._blocks.update(ours[:num_null] + list(others))
+        else:
+            for i in range(num_null, count):
+                ours[i] = others[i - num_null]
+            forked._blocks.adopt(ours, numbers)
+        forked._num_full_slots = self._num_full_slots
         return forked
 
     @cython.critical_section
@@ -355,7 +467,7 @@ cdef class BlockTable:
     @cython.critical_section
     def physical_block_ids(self):
         """Ids of the blocks, in order: the table's own list, to be read only."""
-        return self._blocks._block_ids
+        return self._blocks.ids()
 
     @property
     @cython.critical_section

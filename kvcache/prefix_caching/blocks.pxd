@@ -20,10 +20,24 @@ cdef class BlockOwner:
 
     # Row of the physical block that a block of this allocator holds.
     cdef block_id_t held_row(self, object block) except -1
-    # Have it hold a physical block that nobody else uses.
-    cdef int make_writable(self, TokenBlock block) except -1
+    # Prove that so many blocks can be made writable, of which some are shared.
+    cdef int require_copies(self, Py_ssize_t n) except -1
+    # Have it hold a physical block that nobody else uses; `require_copies` allows it.
+    cdef void make_writable(self, TokenBlock block) noexcept
     # It is full: share its content.
-    cdef int promote(self, TokenBlock block) except -1
+    cdef void promote(self, TokenBlock block) noexcept
+    # Blocks behind each other, one for each list of tokens, that hold no physical one
+    # yet. None if another class makes the allocator's blocks.
+    cdef list make_chain(self, object prev, object pieces, object extra_hash)
+    # Prove that each of them can be placed, in turn. `seen`, empty, is for blocks of
+    # which some may have the same content; None if all differ.
+    cdef int require_places(self, list blocks, set seen) except -1
+    # Have each hold a physical block; fresh ones are computed if they are hits.
+    cdef void place_all(self, list blocks, bint fresh) noexcept
+    # The physical blocks that `place_all` may choose, some twice; at most 3 a block.
+    cdef Py_ssize_t choices(self, list blocks, block_id_t* rows) except -1
+    # Take the reference of each of these blocks, which hold a physical one.
+    cdef void release_all(self, list blocks) noexcept
 
 
 cdef class TokenBlock:
@@ -48,6 +62,12 @@ cdef class TokenBlock:
     cdef void belong_to(self, object allocator) noexcept
     cdef int set_prev(self, object prev) except -1
     cdef int make_room(self, Py_ssize_t n) except -1
+    # Whether another one uses its physical block too; BlockStateError if it has none.
+    cdef bint is_shared(self) except -1
+    # Prove that a block of a kvcache allocator can take these tokens; whether it must
+    # be copied for that. After that and `require_copies` to append them cannot fail.
+    cdef bint prepare(self, object tokens) except -1
+    cdef void append(self, object tokens) noexcept
     cdef void write(self, object tokens) noexcept
     cdef int fill(self, object token_ids) except -1
     cdef void share_content(self, TokenBlock source) noexcept
@@ -69,6 +89,7 @@ cdef class PrefixCachingBlock(TokenBlock):
     cdef int write_hashed(
         self, object tokens, int64_t before, object foreign_parent
     ) except -1
+    cdef bint has_foreign_parent(self) noexcept
     cdef int find_digest(self, object foreign_parent) except -1
 
 

@@ -79,11 +79,29 @@ cdef class BlockOwner:
     cdef block_id_t held_row(self, object block) except -1:
         raise NotImplementedError
 
-    cdef int make_writable(self, TokenBlock block) except -1:
+    cdef int require_copies(self, Py_ssize_t n) except -1:
         raise NotImplementedError
 
-    cdef int promote(self, TokenBlock block) except -1:
+    cdef void make_writable(self, TokenBlock block) noexcept:
+        pass
+
+    cdef void promote(self, TokenBlock block) noexcept:
+        pass
+
+    cdef list make_chain(self, object prev, object pieces, object extra_hash):
         raise NotImplementedError
+
+    cdef int require_places(self, list blocks, set seen) except -1:
+        raise NotImplementedError
+
+    cdef void place_all(self, list blocks, bint fresh) noexcept:
+        pass
+
+    cdef Py_ssize_t choices(self, list blocks, block_id_t* rows) except -1:
+        raise NotImplementedError
+
+    cdef void release_all(self, list blocks) noexcept:
+        pass
 
 
 @cython.no_gc
@@ -140,6 +158,17 @@ cdef class TokenBlock:
             copy_bytes(tokens, self.tokens, self.num_tokens * sizeof(int64_t))
             self.room, self.tokens = room, tokens
         return 0
+
+    cdef bint is_shared(self) except -1:
+        if self.row == NO_ROW:
+            raise BlockStateError(f"{self!r} holds no physical block: it was freed")
+        return (<BlockOwner> self.owner).store.rows[self.row].ref_cnt > 1
+
+    cdef bint prepare(self, object tokens) except -1:
+        raise NotImplementedError
+
+    cdef void append(self, object tokens) noexcept:
+        pass
 
     cdef void write(self, object tokens) noexcept:
         """Put tokens, for which `make_room` has made room, behind those in it."""
@@ -303,19 +332,31 @@ cdef class NaiveBlock(TokenBlock):
             TypeError, ValueError: One is not an int of 64 bits.
         """
         cdef object tokens = exact_tokens(token_ids)
-        self.make_room(len(tokens))
         if self.owner != NULL:
-            if self.row == NO_ROW:
-                raise BlockStateError(f"{self!r} holds no physical block: it was freed")
-            if tokens:
-                (<BlockOwner> self.owner).make_writable(self)
-            self.write(tokens)
+            if self.prepare(tokens):
+                (<BlockOwner> self.owner).require_copies(1)
+            self.append(tokens)
             return
+        self.make_room(len(tokens))
         self.write(tokens)
         if self.id != NO_BLOCK_ID:
             self.block_id = self.allocator.cow_block_if_not_appendable(
                 self if self.cow_target is None else self.cow_target
             )
+
+    cdef bint prepare(self, object tokens) except -1:
+        cdef bint shared
+        self.make_room(len(tokens))
+        shared = self.is_shared()
+        if not tokens:
+            return False
+        (<BlockOwner> self.owner).held_row(self)
+        return shared
+
+    cdef void append(self, object tokens) noexcept:
+        if tokens:
+            (<BlockOwner> self.owner).make_writable(self)
+        self.write(tokens)
 
     @property
     @cython.critical_section
@@ -487,6 +528,11 @@ cdef class PrefixCachingBlock(TokenBlock):
         cdef object tokens = exact_tokens(token_ids)
         cdef object parent = None
         cdef int64_t before = 0
+        if self.owner != NULL and not self.has_foreign_parent():
+            if self.prepare(tokens):
+                (<BlockOwner> self.owner).require_copies(1)
+            self.append(tokens)
+            return
         if self.prev != NULL:
             before = tokens_up_to(<object> self.prev)
             parent = self.foreign_parent(len(tokens))
@@ -497,8 +543,7 @@ cdef class PrefixCachingBlock(TokenBlock):
         if not tokens:
             return
         if self.owner != NULL:
-            if self.row == NO_ROW:
-                raise BlockStateError(f"{self!r} holds no physical block: it was freed")
+            (<BlockOwner> self.owner).require_copies(self.is_shared())
             (<BlockOwner> self.owner).make_writable(self)
             self.write_hashed(tokens, before, parent)
             if self.has_digest:
@@ -509,6 +554,28 @@ cdef class PrefixCachingBlock(TokenBlock):
             self.block_id = self.allocator.cow_block_if_not_appendable(self)
         if self.has_digest:
             self.block_id = self.allocator.promote_to_immutable_block(self)
+
+    cdef bint has_foreign_parent(self) noexcept:
+        """Whether the block before is of another class, whose hash is to be asked for.
+        """
+        return self.prev != NULL and type(<object> self.prev) is not PrefixCachingBlock
+
+    cdef bint prepare(self, object tokens) except -1:
+        if self.has_digest or self.is_computed:
+            raise BlockStateError(f"{self!r} is immutable")
+        self.make_room(len(tokens))
+        return self.is_shared() if tokens else False
+
+    cdef void append(self, object tokens) noexcept:
+        cdef int64_t before = 0
+        if not tokens:
+            return
+        if self.prev != NULL:
+            before = (<PrefixCachingBlock> self.prev).total
+        (<BlockOwner> self.owner).make_writable(self)
+        self.write_hashed(tokens, before, None)
+        if self.has_digest:
+            (<BlockOwner> self.owner).promote(self)
 
     @property
     @cython.critical_section

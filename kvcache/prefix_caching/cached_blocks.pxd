@@ -25,6 +25,8 @@ cdef class CachedBlocks:
     cdef block_id_t* touched            # rows to mark as computed; num_touched of them
     cdef block_id_t num_touched
 
+    # Bytes in C besides those of `hashless`.
+    cdef Py_ssize_t nbytes(self) noexcept
     cdef Py_ssize_t num_free(self) noexcept
     cdef int require_free(self, Py_ssize_t n) except -1
     # Row that holds the content, or NO_ROW.
@@ -32,6 +34,8 @@ cdef class CachedBlocks:
     # What `take` would take; there is a free row.
     cdef block_id_t first_free(self) noexcept
     cdef block_id_t take(self) noexcept
+    # The rows that n calls of `take` would take, were none used in between; how many.
+    cdef Py_ssize_t next_free(self, Py_ssize_t n, block_id_t* rows) except -1
     cdef void drop(self, block_id_t row, int64_t num_tokens) noexcept
     cdef void use(self, block_id_t row) noexcept
     cdef void put(self, block_id_t row, const uint8_t* digest) noexcept

@@ -8,15 +8,15 @@ Costs: O(1) a block, but O(log n) where one leaves the heap; 152 bytes a block.
 Threads: each call of an allocator is atomic.
 """
 cimport cython
-from cpython.mem cimport PyMem_RawFree
 
 from kvcache._args cimport no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport ANCHOR, FLAG_INDEXED, NO_NUM_TOKENS, Key, is_linked
 from kvcache.hash_index cimport (
     entry_block,
     index_add_row,
+    index_bytes,
     index_drop_block,
     index_find,
     index_free,
@@ -27,8 +27,10 @@ from kvcache.prefix_caching.eviction_heap cimport (
     heap_add,
     heap_check,
     heap_contains,
+    heap_first,
     heap_free,
     heap_init,
+    heap_nbytes,
     heap_pop,
     heap_remove,
     heap_rows,
@@ -64,8 +66,14 @@ cdef class CachedBlocks:
     def __dealloc__(self):
         index_free(&self.index)
         heap_free(&self.heap)
-        PyMem_RawFree(self.tracked)
-        PyMem_RawFree(self.touched)
+        deallocate(self.tracked)
+        deallocate(self.touched)
+
+    cdef Py_ssize_t nbytes(self) noexcept:
+        cdef Py_ssize_t a_row = sizeof(Tracked) + sizeof(block_id_t)
+        return index_bytes(&self.index) + heap_nbytes(&self.heap) + (
+            self.ids.count * a_row
+        )
 
     cdef Py_ssize_t num_free(self) noexcept:
         return self.hashless.queue.num_free + self.heap.count
@@ -99,6 +107,15 @@ cdef class CachedBlocks:
         index_drop_block(&self.index, row)
         self.rows[row].ref_cnt = 1
         return row
+
+    cdef Py_ssize_t next_free(self, Py_ssize_t n, block_id_t* rows) except -1:
+        cdef block_id_t row = self.rows[ANCHOR].next_free_block
+        cdef Py_ssize_t count = 0
+        while row != ANCHOR and count < n:
+            rows[count] = row
+            row = self.rows[row].next_free_block
+            count += 1
+        return count + heap_first(&self.heap, n - count, rows + count)
 
     cdef void drop(self, block_id_t row, int64_t num_tokens) noexcept:
         """One reference less; without any the row is free, with its content if any."""

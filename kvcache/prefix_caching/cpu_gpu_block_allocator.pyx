@@ -14,6 +14,7 @@ from kvcache._types cimport MAX_BLOCKS
 from kvcache.prefix_caching.block_ids cimport BlockIds
 from kvcache.prefix_caching.blocks cimport BlockOwner, TokenBlock
 from kvcache.prefix_caching.null_block cimport NullBlock
+from kvcache.prefix_caching.swap cimport swap_own
 
 from kvcache.errors import BlockStateError
 from kvcache.prefix_caching.blocks import NaiveBlock
@@ -78,10 +79,6 @@ cdef class CpuGpuBlockAllocator:
     Raises:
         ValueError: They have ids in common.
     """
-
-    cdef object cpu, gpu
-    cdef object null
-    cdef readonly dict _swap_mapping
 
     def __reduce__(self):
         raise no_copy(self)
@@ -208,8 +205,15 @@ cdef class CpuGpuBlockAllocator:
         Raises:
             NoFreeBlocksError: It is the first, and no block is free.
         """
+        cdef NullBlock null
         if self.null is None:
-            self.null = NullBlock(self.gpu.allocate_mutable_block(None))
+            null = NullBlock.__new__(NullBlock)
+            block = self.gpu.allocate_mutable_block(None)
+            if isinstance(self.gpu, BlockOwner):
+                null._proxy = block
+            else:
+                null.__init__(block)
+            self.null = null
         return self.null
 
     @cython.critical_section
@@ -284,6 +288,14 @@ cdef class CpuGpuBlockAllocator:
         check = getattr(destination, "check_swap_in", None)
         if check is not None:
             check(moving)
+        cdef dict swaps
+        if isinstance(source, BlockOwner) and isinstance(destination, BlockOwner):
+            if all([isinstance(block, TokenBlock) for block in moving]):
+                mapping = dict.fromkeys(old_ids)
+                swaps = {**self._swap_mapping, **mapping}
+                swap_own(moving, old_ids, source, destination, mapping, swaps)
+                self._swap_mapping = swaps
+                return mapping
         source.swap_out(moving)
         destination.swap_in(moving)
         for old_id, block in zip(old_ids, moving):
@@ -294,8 +306,8 @@ cdef class CpuGpuBlockAllocator:
     @cython.critical_section
     def get_and_reset_swaps(self):
         """Pairs (old id, new id) of all swaps since the last call."""
-        swaps = list(self._swap_mapping.items())
-        self._swap_mapping.clear()
+        swaps, none = list(self._swap_mapping.items()), {}
+        self._swap_mapping = none
         return swaps
 
     @cython.critical_section

@@ -50,6 +50,10 @@ cdef void heap_update(
 ) noexcept nogil
 # The heap is not empty.
 cdef block_id_t heap_pop(EvictionHeap* heap) noexcept nogil
+# The rows that go first, in order, up to n of them; how many. O(n**2).
+cdef Py_ssize_t heap_first(
+    const EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
+) except -1
 cdef Py_ssize_t heap_nbytes(const EvictionHeap* heap) noexcept nogil
 cdef list heap_rows(const EvictionHeap* heap)
 cdef int heap_check(const EvictionHeap* heap) except -1

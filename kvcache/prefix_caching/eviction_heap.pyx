@@ -5,10 +5,9 @@ Invariant: `heap_check` proves it. Costs: adding with a time not below the other
 all else O(log n); 44 bytes a row. Threads: none of this is locked; the GIL or the
 caller's lock guards it.
 """
-from cpython.mem cimport PyMem_RawFree
 from libc.string cimport memset
 
-from kvcache._memory cimport allocate, copy_bytes
+from kvcache._memory cimport allocate, copy_bytes, deallocate
 
 cdef enum:
     # A node has 1 << SHIFT children. A pop and an add of the latest, 1,000 / 100,000
@@ -42,25 +41,25 @@ cdef int heap_grow(EvictionHeap* heap, Py_ssize_t capacity) except -1:
         place = <int32_t*> allocate(capacity, sizeof(int32_t), "evictable blocks")
         added = <uint64_t*> allocate(capacity, sizeof(uint64_t), "evictable blocks")
     except MemoryError:
-        PyMem_RawFree(entries)
-        PyMem_RawFree(place)
+        deallocate(entries)
+        deallocate(place)
         raise
     memset(place, 0xFF, capacity * sizeof(int32_t))  # -1 in every one
     copy_bytes(entries, heap.entries, heap.capacity * sizeof(EvictionEntry))
     copy_bytes(place, heap.place, heap.capacity * sizeof(int32_t))
     copy_bytes(added, heap.added, heap.capacity * sizeof(uint64_t))
-    PyMem_RawFree(heap.entries)
-    PyMem_RawFree(heap.place)
-    PyMem_RawFree(heap.added)
+    deallocate(heap.entries)
+    deallocate(heap.place)
+    deallocate(heap.added)
     heap.entries, heap.place, heap.added = entries, place, added
     heap.capacity = <block_id_t> capacity
     return 0
 
 
 cdef void heap_free(EvictionHeap* heap) noexcept nogil:
-    PyMem_RawFree(heap.entries)
-    PyMem_RawFree(heap.place)
-    PyMem_RawFree(heap.added)
+    deallocate(heap.entries)
+    deallocate(heap.place)
+    deallocate(heap.added)
     memset(heap, 0, sizeof(EvictionHeap))
 
 
@@ -161,6 +160,34 @@ cdef block_id_t heap_pop(EvictionHeap* heap) noexcept nogil:
     cdef block_id_t row = heap.entries[0].row
     heap_remove(heap, row)
     return row
+
+
+cdef Py_ssize_t heap_first(
+    const EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
+) except -1:
+    cdef size_t* border      # places of entries whose parents were all chosen
+    cdef size_t at, child
+    cdef Py_ssize_t size = 1, done = 0, best, i
+    n = min(n, <Py_ssize_t> heap.count)
+    if n <= 0:
+        return 0
+    border = <size_t*> allocate(n << SHIFT, sizeof(size_t), "evictable blocks")
+    while done < n:
+        best = 0
+        for i in range(1, size):
+            if goes_before(&heap.entries[border[i]], &heap.entries[border[best]]):
+                best = i
+        at = border[best]
+        size -= 1
+        border[best] = border[size]
+        rows[done] = heap.entries[at].row
+        done += 1
+        for child in range((at << SHIFT) + 1, (at << SHIFT) + 1 + (1 << SHIFT)):
+            if child < <size_t> heap.count and size < n << SHIFT:
+                border[size] = child
+                size += 1
+    deallocate(border)
+    return n
 
 
 cdef Py_ssize_t heap_nbytes(const EvictionHeap* heap) noexcept nogil:

@@ -27,9 +27,9 @@ cdef class NaiveBlockAllocator(BlockOwner):
     cdef int attach(self, object block, block_id_t row) except -1
     cdef list allocate(self, object prev_block, object block_token_ids)
     cdef int attach_all(self, list blocks) except -1
-    cdef int attach_to(self, list blocks, list rows) except -1
+    cdef int attach_to(self, list blocks, block_id_t* rows) except -1
     cdef void drop_row(self, block_id_t row) noexcept
-    cdef int give_back(self, object block, block_id_t row) except -1
+    cdef int detach(self, object block) except -1
 
 
 cdef int refuse_device(object device) except -1

@@ -10,6 +10,7 @@ cimport cython
 
 from kvcache._args cimport as_int
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
+from kvcache._memory cimport allocate as allocate_memory, deallocate
 from kvcache._types cimport ANCHOR, MAX_BLOCKS, MAX_REF_CNT, BlockMeta, is_linked
 from kvcache.block_store cimport BlockStore
 from kvcache.free_queue cimport queue_insert_after, queue_push_back, queue_unlink
@@ -98,18 +99,24 @@ cdef class NaiveBlockAllocator(BlockOwner):
         cdef BlockIds made = BlockIds(range(count) if ids is None else ids, count)
         cdef BlockStore store = BlockStore(count)
         cdef block_id_t row
+        cdef RefCounter counter = RefCounter.for_allocator(made, store)
+        cdef CopyOnWriteTracker copies = CopyOnWriteTracker(counter.as_readonly())
         if self.ids is not None and self.ids.count:
             raise ValueError("the allocator was made while its block ids were read")
+        # From here on nothing fails.
         self.block_size, self.ids, self.store = size, made, store
+        self.counter, self.copies = counter, copies
         self.queue.num_free = 0
         self.queue.rows = self.store.rows
         self.queue.rows[ANCHOR].prev_free_block = ANCHOR
         self.queue.rows[ANCHOR].next_free_block = ANCHOR
-        for row in range(count) if self.ids.order is None else self.ids.order:
-            queue_push_back(&self.queue, row)
-        self.ids.order = None
-        self.counter = RefCounter.for_allocator(self.ids, self.store)
-        self.copies = CopyOnWriteTracker(self.counter.as_readonly())
+        if made.order is None:
+            for row in range(made.count):
+                queue_push_back(&self.queue, row)
+        else:
+            for item in made.order:
+                queue_push_back(&self.queue, item)
+            made.order = None
         return 0
 
     @cython.critical_section
@@ -213,13 +220,12 @@ cdef class NaiveBlockAllocator(BlockOwner):
             raise BlockStateError(f"block {self.ids.id_of(row)} is free already")
         return row
 
-    cdef int give_back(self, object block, block_id_t row) except -1:
-        """Take the reference of a block that holds a physical one."""
+    cdef int detach(self, object block) except -1:
+        """Have a block hold no physical one; the reference is still to be taken."""
         if isinstance(block, TokenBlock):
             (<TokenBlock> block).let_go()
         else:
             block.block_id = None
-        self.drop_row(row)
         return 0
 
     cdef void drop_row(self, block_id_t row) noexcept:
@@ -229,20 +235,54 @@ cdef class NaiveBlockAllocator(BlockOwner):
         elif self.queue.rows[row].ref_cnt == 1:
             self.return_row(row)
 
-    cdef int make_writable(self, TokenBlock block) except -1:
-        cdef block_id_t row = self.held_row(block)
+    cdef int require_copies(self, Py_ssize_t n) except -1:
+        if n:
+            self.require_free(n)
+            self.copies.reserve(n)
+        return 0
+
+    cdef void make_writable(self, TokenBlock block) noexcept:
+        cdef block_id_t row = block.row
         if self.queue.rows[row].ref_cnt == 1:
-            return 0
-        self.require_free(1)
+            return
         self.copies.record(
             block.id, self.ids.id_of(self.queue.rows[ANCHOR].next_free_block)
         )
         self.queue.rows[row].ref_cnt -= 1
         block.hold(self, self.take_row())
-        return 0
 
-    cdef int promote(self, TokenBlock block) except -1:
-        raise NotImplementedError("a naive block is in no cache")
+    cdef list make_chain(self, object prev, object pieces, object extra_hash):
+        cdef list blocks = []
+        if self.objects is not None:
+            return None
+        for piece in pieces:
+            prev = self.make(prev, piece)
+            blocks.append(prev)
+        return blocks
+
+    cdef int require_places(self, list blocks, set seen) except -1:
+        return self.require_free(len(blocks))
+
+    cdef void place_all(self, list blocks, bint fresh) noexcept:
+        for block in blocks:
+            (<TokenBlock> block).belong_to(self)
+            (<TokenBlock> block).hold(self, self.take_row())
+
+    cdef Py_ssize_t choices(self, list blocks, block_id_t* rows) except -1:
+        cdef block_id_t row = self.queue.rows[ANCHOR].next_free_block
+        cdef Py_ssize_t n = 0
+        while row != ANCHOR and n < len(blocks):
+            rows[n] = row
+            row = self.queue.rows[row].next_free_block
+            n += 1
+        return n
+
+    cdef void release_all(self, list blocks) noexcept:
+        cdef block_id_t row
+        for block in blocks:
+            row = (<TokenBlock> block).row
+            (<TokenBlock> block).let_go()
+            self.drop_row(row)
 
     # -- allocate and free -------------------------------------------------------
 
@@ -297,24 +337,30 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     cdef int attach_all(self, list blocks) except -1:
         """Have each block hold a free physical one."""
-        cdef list rows
-        self.require_free(len(blocks))
-        rows = [self.take_row() for _ in blocks]
-        self.attach_to(blocks, rows)
+        cdef Py_ssize_t n = len(blocks), i
+        cdef block_id_t* rows = <block_id_t*> allocate_memory(
+            n, sizeof(block_id_t), "rows"
+        )
+        try:
+            self.require_free(n)
+            for i in range(n):
+                rows[i] = self.take_row()
+            self.attach_to(blocks, rows)
+        finally:
+            deallocate(rows)
         return 0
 
-    cdef int attach_to(self, list blocks, list rows) except -1:
+    cdef int attach_to(self, list blocks, block_id_t* rows) except -1:
         """Have each block hold a row; if one does not take it, drop all of them."""
-        cdef Py_ssize_t i, done = 0
+        cdef Py_ssize_t i, done = 0, n = len(blocks)
         try:
-            for i in range(len(blocks)):
+            for i in range(n):
                 self.attach(blocks[i], rows[i])
                 done = i + 1
         except BaseException:
-            for block in blocks[:done]:
-                if isinstance(block, TokenBlock):
-                    (<TokenBlock> block).let_go()
-            for i in range(len(rows) - 1, -1, -1):
+            for i in range(done):
+                self.detach(blocks[i])
+            for i in range(n - 1, -1, -1):
                 self.drop_row(rows[i])
             raise
         return 0
@@ -333,7 +379,9 @@ cdef class NaiveBlockAllocator(BlockOwner):
             TypeError, ValueError: It is no block of this allocator.
         """
         self.check_open()
-        self.give_back(block, self.held_row(block))
+        cdef block_id_t row = self.held_row(block)
+        self.detach(block)
+        self.drop_row(row)
         if self.objects is not None and not keep_block_object:
             self.objects.free_block(block)
 
@@ -370,8 +418,9 @@ cdef class NaiveBlockAllocator(BlockOwner):
             BlockStateError: One of them was freed.
             TypeError, ValueError: One is no block of this allocator.
         """
-        cdef list blocks, rows = []
-        cdef block_id_t row
+        cdef list blocks
+        cdef block_id_t* rows
+        cdef Py_ssize_t i, n
         self.check_open()
         if self.objects is None:
             source = chain_of(last_block, NaiveBlock, num_blocks)
@@ -389,13 +438,19 @@ cdef class NaiveBlockAllocator(BlockOwner):
             else:
                 prev_block = self.make(prev_block, block.token_ids)
             blocks.append(prev_block)
-        for block in source:
-            row = self.held_row(block)
-            self.require_shareable(row)
-            rows.append(row)
-        for held in rows:
-            self.queue.rows[<block_id_t> held].ref_cnt += 1
-        self.attach_to(blocks, rows)
+        n = len(<list> source)
+        rows = <block_id_t*> allocate_memory(
+            n, sizeof(block_id_t), "rows"
+        )
+        try:
+            for i in range(n):
+                rows[i] = self.held_row(source[i])
+                self.require_shareable(rows[i])
+            for i in range(n):
+                self.queue.rows[rows[i]].ref_cnt += 1
+            self.attach_to(blocks, rows)
+        finally:
+            deallocate(rows)
         return blocks
 
     # -- copy-on-write, swap -----------------------------------------------------
@@ -412,23 +467,26 @@ cdef class NaiveBlockAllocator(BlockOwner):
             BlockStateError: The block was freed.
         """
         cdef block_id_t row, copy
+        cdef object copy_id  # made before anything is written
         self.check_open()
         row = self.held_row(block)
-        if isinstance(block, TokenBlock):
-            self.make_writable(block)
-            return block.block_id
         if self.queue.rows[row].ref_cnt == 1:
             return self.ids.id_of(row)
-        self.require_free(1)
+        self.require_copies(1)
+        copy_id = self.ids.id_of(self.queue.rows[ANCHOR].next_free_block)
+        if isinstance(block, TokenBlock):
+            self.make_writable(block)
+            return copy_id
         copy = self.take_row()
         try:
-            block.block_id = self.ids.id_of(copy)
+            block.block_id = copy_id
+            self.copies.reserve(1)  # again: that ran the block's own code
         except BaseException:
             self.drop_row(copy)
             raise
         self.copies.record(self.ids.id_of(row), self.ids.id_of(copy))
         self.drop_row(row)
-        return self.ids.id_of(copy)
+        return copy_id
 
     @cython.critical_section
     def clear_copy_on_writes(self):
@@ -449,11 +507,32 @@ cdef class NaiveBlockAllocator(BlockOwner):
             TypeError, ValueError: One is no block of this allocator, was freed, or
                 comes twice. Nothing was freed.
         """
-        cdef list held = list(blocks)
-        self.check_open()
-        check_held_once(held, self)
-        for block in held:
-            self.give_back(block, self.held_row(block))
+        cdef list held = list(blocks), old_ids
+        cdef Py_ssize_t n = len(held), done = 0, i
+        cdef block_id_t* rows = <block_id_t*> allocate_memory(
+            n, sizeof(block_id_t), "rows"
+        )
+        try:
+            self.check_open()
+            check_held_once(held, self)
+            old_ids = [block.block_id for block in held]
+            for i in range(n):
+                rows[i] = self.held_row(held[i])
+            for i in range(n):
+                done = i
+                self.detach(held[i])
+            done = n
+            for i in range(n):
+                self.drop_row(rows[i])
+        except BaseException:
+            for i in range(done):
+                if isinstance(held[i], TokenBlock):
+                    (<TokenBlock> held[i]).hold(self, rows[i])
+                else:
+                    held[i].block_id = old_ids[i]
+            raise
+        finally:
+            deallocate(rows)
 
     @cython.critical_section
     def check_swap_in(self, blocks):
@@ -537,6 +616,12 @@ cdef class NaiveBlockAllocator(BlockOwner):
 
     @property
     @cython.critical_section
+    def nbytes(self):
+        """Bytes held in C."""
+        return self.store.nbytes + self.ids.nbytes() + self.copies.nbytes
+
+    @property
+    @cython.critical_section
     def refcounter(self):
         """Counts the references to each block."""
         return self.counter
@@ -573,8 +658,6 @@ cdef class NaiveBlockAllocator(BlockOwner):
             ):
                 raise AssertionError(f"block {self.ids.id_of(at)} is wrongly queued")
             count += 1
-            if count > self.ids.count:
-                raise AssertionError("the free queue runs in a circle")
             before, at = at, self.queue.rows[at].next_free_block
         if count != self.queue.num_free:
             raise AssertionError(

@@ -22,6 +22,5 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         object extra_hash,
         bint may_have_tail,
     )
-    cdef int require_room_for(self, list blocks, bint distinct) except -1
     # Whether it was a hit.
     cdef bint place(self, PrefixCachingBlock block) noexcept

@@ -74,11 +74,12 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     cdef int build(self, object num_blocks, object block_size, object ids) except -1:
         cdef CachedBlocks blocks = CachedBlocks(num_blocks, block_size, ids)
+        cdef CacheMetricData metric_data = CacheMetricData()
         if self.ids is not None and self.ids.count:
             raise ValueError("the allocator was made while its block ids were read")
         self.blocks, self.ids = blocks, blocks.ids
         self.store, self.block_size = blocks.hashless.store, blocks.hashless.block_size
-        self.metric_data = CacheMetricData()
+        self.metric_data = metric_data
         return 0
 
     @cython.critical_section
@@ -100,18 +101,22 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
 
     # -- what blocks ask for -----------------------------------------------------
 
-    cdef int make_writable(self, TokenBlock block) except -1:
+    cdef int require_copies(self, Py_ssize_t n) except -1:
+        if n:
+            self.blocks.require_free(n)
+            self.blocks.hashless.copies.reserve(n)
+        return 0
+
+    cdef void make_writable(self, TokenBlock block) noexcept:
         if self.store.rows[block.row].ref_cnt == 1:
-            return 0
-        self.blocks.require_free(1)
+            return
         self.blocks.hashless.copies.record(
             block.id, self.ids.id_of(self.blocks.first_free())
         )
         self.blocks.drop(block.row, block.total)
         block.hold(self, self.blocks.take())
-        return 0
 
-    cdef int promote(self, TokenBlock block) except -1:
+    cdef void promote(self, TokenBlock block) noexcept:
         cdef block_id_t row = self.blocks.find(block.digest)
         if row == NO_ROW:
             self.blocks.put(block.row, block.digest)
@@ -120,7 +125,6 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             self.blocks.use(row)
             block.hold(self, row)
             block.is_computed = True
-        return 0
 
     # -- allocate and free -------------------------------------------------------
 
@@ -141,7 +145,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         """The row that holds the block's content, or NO_ROW."""
         return self.blocks.find(block.digest) if block.has_digest else NO_ROW
 
-    cdef int require_room_for(self, list blocks, bint distinct) except -1:
+    cdef int require_places(self, list blocks, set seen) except -1:
         """Prove that each block can hold a cached row, or one taken for it.
 
         A row that is taken may hold what a later block needs. That block then takes
@@ -151,7 +155,6 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         cdef Py_ssize_t needed = 0
         cdef PrefixCachingBlock block
         cdef block_id_t row
-        cdef set seen = None if distinct else set()
         for item in blocks:
             block = <PrefixCachingBlock> item
             row = self.cached_row(block)
@@ -231,27 +234,59 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         object extra_hash,
         bint may_have_tail,
     ):
-        cdef bytes extra = encode_extra(extra_hash)
-        cdef list blocks = []
-        cdef PrefixCachingBlock block = None
-        assert_prefix_caching_block_or_none(prev_block)
-        for token_ids in block_token_ids:
-            if may_have_tail and block is not None and not block.has_digest:
-                raise BlockStateError(f"{block!r} has no hash and is not the last")
-            block = self.make(prev_block, token_ids, extra_hash, extra)
-            if not block.has_digest and not may_have_tail:
+        cdef list blocks
+        cdef PrefixCachingBlock block
+        cdef Py_ssize_t i
+        blocks = self.make_chain(prev_block, block_token_ids, extra_hash)
+        for i in range(len(blocks)):
+            block = <PrefixCachingBlock> blocks[i]
+            if block.has_digest:
+                continue
+            if not may_have_tail:
                 raise BlockStateError(
                     f"an immutable block needs {self.block_size} tokens and a full"
-                    f" block before it, got {block!r} behind {prev_block!r}"
+                    f" block before it, got {block!r} behind {block.prev_block!r}"
                 )
-            blocks.append(block)
-            prev_block = block
+            if i < len(blocks) - 1:
+                raise BlockStateError(f"{block!r} has no hash and is not the last")
         # From here on nothing runs that could change the allocator.
-        self.require_room_for(blocks, True)
+        self.require_places(blocks, None)
+        self.place_all(blocks, True)
+        return blocks
+
+    cdef list make_chain(self, object prev, object pieces, object extra_hash):
+        cdef bytes extra = encode_extra(extra_hash)
+        cdef list blocks = []
+        assert_prefix_caching_block_or_none(prev)
+        for piece in pieces:
+            prev = self.make(prev, piece, extra_hash, extra)
+            blocks.append(prev)
+        return blocks
+
+    cdef void place_all(self, list blocks, bint fresh) noexcept:
+        cdef PrefixCachingBlock block
+        cdef bint hit
         for item in blocks:
             block = <PrefixCachingBlock> item
-            block.is_computed = self.place(block)
-        return blocks
+            block.belong_to(self)
+            hit = self.place(block)
+            if fresh:
+                block.is_computed = hit
+
+    cdef Py_ssize_t choices(self, list blocks, block_id_t* rows) except -1:
+        cdef Py_ssize_t n = self.blocks.next_free(len(blocks), rows)
+        cdef block_id_t row
+        for item in blocks:
+            row = self.cached_row(<PrefixCachingBlock> item)
+            if row != NO_ROW:
+                rows[n] = row
+                n += 1
+        return n
+
+    cdef void release_all(self, list blocks) noexcept:
+        for block in blocks:
+            self.blocks.drop((<TokenBlock> block).row, (<TokenBlock> block).total)
+            (<TokenBlock> block).let_go()
 
     @cython.critical_section
     def allocate_mutable_block(self, prev_block, extra_hash=None, device=None):
@@ -350,11 +385,14 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         Raises:
             BlockStateError: It is not full, the one before it is not, or it was freed.
         """
-        self.held_row(block)
+        cdef block_id_t row = self.held_row(block), cached
+        cdef object block_id  # made before anything is written
         if not (<PrefixCachingBlock> block).has_digest:
             raise BlockStateError(f"{block!r} has no hash yet")
+        cached = self.cached_row(block)
+        block_id = self.ids.id_of(row if cached == NO_ROW else cached)
         self.promote(block)
-        return block.block_id
+        return block_id
 
     @cython.critical_section
     def cow_block_if_not_appendable(self, block):
@@ -367,11 +405,16 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
             NoFreeBlocksError: A copy is needed and all blocks are in use.
             BlockStateError: It was freed, or its content is cached: others rely on it.
         """
-        self.held_row(block)
+        cdef block_id_t row = self.held_row(block)
+        cdef object block_id  # made before anything is written
         if (<PrefixCachingBlock> block).has_digest:
             raise BlockStateError(f"{block!r} is immutable")
+        if (<PrefixCachingBlock> block).is_shared():
+            self.require_copies(1)
+            row = self.blocks.first_free()
+        block_id = self.ids.id_of(row)
         self.make_writable(block)
-        return block.block_id
+        return block_id
 
     @cython.critical_section
     def clear_copy_on_writes(self):
@@ -393,8 +436,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         """
         cdef list held = list(blocks)
         check_held_once(held, self)
-        for block in held:
-            self.free(block)
+        self.release_all(held)
 
     @cython.critical_section
     def check_swap_in(self, blocks):
@@ -407,7 +449,7 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
                 raise ValueError(f"{block!r} has not {self.block_size} tokens")
         if len({id(block) for block in waiting}) != len(waiting):
             raise ValueError("a block is listed more than once")
-        self.require_room_for(waiting, False)
+        self.require_places(waiting, set())
 
     @cython.critical_section
     def swap_in(self, blocks):
@@ -421,15 +463,11 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
                 block, or comes twice. Nothing was taken.
         """
         cdef list waiting = list(blocks)
-        cdef PrefixCachingBlock block
         self.check_swap_in(waiting)
         for item in waiting:
             if (<PrefixCachingBlock> item).id != NO_BLOCK_ID:
                 raise BlockStateError(f"{item!r} holds a physical block")
-        for item in waiting:
-            block = <PrefixCachingBlock> item
-            block.belong_to(self)
-            self.place(block)
+        self.place_all(waiting, False)
 
     # -- marks -------------------------------------------------------------------
 
@@ -569,9 +607,16 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         if used:
             logger.warning("prefix cache not reset: %d blocks are in use", used)
             return False
+        cdef CacheMetricData metric_data = CacheMetricData()
         self.blocks.forget_all()
-        self.metric_data = CacheMetricData()
+        self.metric_data = metric_data
         return True
+
+    @property
+    @cython.critical_section
+    def nbytes(self):
+        """Bytes held in C."""
+        return self.blocks.hashless.nbytes + self.blocks.nbytes()
 
     @property
     @cython.critical_section

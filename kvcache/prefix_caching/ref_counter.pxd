@@ -1,4 +1,6 @@
 # References to physical blocks, and the copies that writing to a shared one causes.
+from libc.stdint cimport int64_t
+
 from kvcache.block_store cimport BlockStore
 from kvcache.prefix_caching.block_ids cimport BlockIds
 
@@ -19,6 +21,10 @@ cdef class ReadOnlyRefCounter:
 
 cdef class CopyOnWriteTracker:
     cdef object counter
-    cdef list copies            # of (source, destination), oldest first
+    cdef int64_t* copies        # source and destination of each, oldest first
+    cdef Py_ssize_t num_copies
+    cdef Py_ssize_t capacity
 
-    cdef int record(self, object source, object destination) except -1
+    cdef int reserve(self, Py_ssize_t n) except -1
+    # `reserve` has made room.
+    cdef void record(self, int64_t source, int64_t destination) noexcept

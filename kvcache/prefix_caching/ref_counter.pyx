@@ -7,8 +7,11 @@ Costs: every operation O(1). Threads: each call is atomic.
 """
 cimport cython
 
-from kvcache._args cimport no_copy
+from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t
+
+from kvcache._args cimport as_int, no_copy
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
+from kvcache._memory cimport allocate, copy_bytes, deallocate
 from kvcache._types cimport MAX_REF_CNT, BlockMeta
 
 from kvcache.errors import BlockStateError
@@ -50,10 +53,10 @@ cdef class RefCounter:
             raise BlockStateError(
                 f"the references to block {block_id} come and go through its allocator"
             )
-        if row.ref_cnt + change < 0:
-            raise BlockStateError(f"block {block_id} has no reference to give back")
         if row.ref_cnt == MAX_REF_CNT and change > 0:
             raise ValueError(f"block {block_id} has {MAX_REF_CNT} references already")
+        if row.ref_cnt + change < 0:
+            raise BlockStateError(f"block {block_id} has no reference to give back")
         row.ref_cnt += change
         return row.ref_cnt
 
@@ -89,6 +92,12 @@ cdef class RefCounter:
     def as_readonly(self):
         """A view that shows the counts and refuses to change them."""
         return ReadOnlyRefCounter(self)
+
+    @property
+    @cython.critical_section
+    def nbytes(self):
+        """Bytes held in C; 0 if they are an allocator's."""
+        return 0 if self.of_allocator else self.store.nbytes + self.ids.nbytes()
 
     @property
     @cython.critical_section
@@ -140,12 +149,12 @@ cdef class CopyOnWriteTracker:
         refcounter: What tells how many users a block has: `get(block_id)`.
     """
 
-    def __cinit__(self, *args, **kwargs):
-        self.copies = []
-
     @cython.critical_section
     def __init__(self, refcounter):
         self.counter = refcounter
+
+    def __dealloc__(self):
+        deallocate(self.copies)
 
     def __reduce__(self):
         raise no_copy(self)
@@ -156,23 +165,49 @@ cdef class CopyOnWriteTracker:
         block_id = block.block_id
         return block_id is None or self.counter.get(block_id) <= 1
 
-    cdef int record(self, object source, object destination) except -1:
-        self.copies.append((source, destination))
+    cdef int reserve(self, Py_ssize_t n) except -1:
+        """Make sure that n more copies can be recorded without failing."""
+        cdef Py_ssize_t capacity = 2 * (self.num_copies + n)
+        cdef void* bigger
+        if self.num_copies + n > self.capacity:
+            bigger = allocate(capacity, 2 * sizeof(int64_t), "copies")
+            copy_bytes(bigger, self.copies, self.num_copies * 2 * sizeof(int64_t))
+            deallocate(self.copies)
+            self.copies, self.capacity = <int64_t*> bigger, capacity
         return 0
+
+    cdef void record(self, int64_t source, int64_t destination) noexcept:
+        self.copies[2 * self.num_copies] = source
+        self.copies[2 * self.num_copies + 1] = destination
+        self.num_copies += 1
 
     @cython.critical_section
     def record_cow(self, src_block_id, trg_block_id):
         """Note that one block's content must be copied to another.
 
         Raises:
-            ValueError: One of the ids is None.
+            TypeError, ValueError: One of the ids is None, or no int of 64 bits.
         """
         if src_block_id is None or trg_block_id is None:
             raise ValueError(f"cannot copy block {src_block_id} to {trg_block_id}")
-        self.record(src_block_id, trg_block_id)
+        cdef int64_t source = as_int(src_block_id, "a block id", INT64_MIN, INT64_MAX)
+        cdef int64_t target = as_int(trg_block_id, "a block id", INT64_MIN, INT64_MAX)
+        self.reserve(1)
+        self.record(source, target)
 
     @cython.critical_section
     def clear_cows(self):
         """The pairs (source id, destination id) since the last call, oldest first."""
-        copies, self.copies = self.copies, []
+        cdef list copies = []
+        cdef Py_ssize_t i = 0
+        while i < self.num_copies:
+            copies.append((self.copies[2 * i], self.copies[2 * i + 1]))
+            i += 1
+        self.num_copies = 0
         return copies
+
+    @property
+    @cython.critical_section
+    def nbytes(self):
+        """Bytes held in C."""
+        return self.capacity * 2 * sizeof(int64_t)

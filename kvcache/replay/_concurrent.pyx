@@ -10,14 +10,13 @@ Threads: one at a time.
 # A step is one of vLLM 0.33's scheduler, first come first served, with no limit on the
 # tokens of a step: decode, preempt, admit, then a token for each that ran.
 cimport cython
-from cpython.mem cimport PyMem_RawFree
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 import time
 
 from kvcache._args cimport as_int
 from kvcache._lock cimport KVC_LOCKED  # no-cython-lint: it brings a macro
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport MAX_BLOCKS
 from kvcache.manager.calls cimport manager_append, manager_free, manager_preempt
 from kvcache.manager.manager_state cimport Progress
@@ -105,10 +104,11 @@ cdef class ConcurrentReplay(ReplayedPool):
                 raise ValueError(f"request {i} arrives before the one before it")
             longest = max(longest, self.most_computed(i))
         self.concurrency = <int32_t> min(most_running, max(n, <int64_t> 1))
-        self.make(num_blocks, block_size, self.concurrency, longest, record_assignment)
         self.arrivals = arrivals
         self.step_ms = step_ms
         self.now = self.times[0] if n else 0
+        self.num_arrivals = n
+        self.free_places()
         self.flights = <Flight*> allocate(self.concurrency, sizeof(Flight), "requests")
         self.running = <int32_t*> allocate(
             self.concurrency, sizeof(int32_t), "requests"
@@ -116,12 +116,17 @@ cdef class ConcurrentReplay(ReplayedPool):
         self.waiting = <int32_t*> allocate(
             self.concurrency, sizeof(int32_t), "requests"
         )
-        self.num_arrivals = n
+        # Last: who has a manager is made.
+        self.make(num_blocks, block_size, self.concurrency, longest, record_assignment)
 
     def __dealloc__(self):
-        PyMem_RawFree(self.flights)
-        PyMem_RawFree(self.running)
-        PyMem_RawFree(self.waiting)
+        self.free_places()
+
+    cdef void free_places(self) noexcept:
+        deallocate(self.flights)
+        deallocate(self.running)
+        deallocate(self.waiting)
+        self.flights, self.running, self.waiting = NULL, NULL, NULL
 
     cdef int64_t most_computed(self, int64_t arrival) noexcept:
         """Tokens that a request needs slots for: never for the last it generates."""

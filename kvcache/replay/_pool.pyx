@@ -7,12 +7,11 @@ Costs: O(1) a block; no Python object a request. Threads: one at a time.
 """
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_RawFree
 
 import hashlib
 
 from kvcache._args cimport no_copy
-from kvcache._memory cimport allocate
+from kvcache._memory cimport allocate, deallocate
 from kvcache._types cimport MAX_BLOCKS, has_hash
 from kvcache.manager.calls cimport NO_MEMORY, manager_add_request, manager_match
 from kvcache.manager.manager_state cimport GroupRow, table_row
@@ -35,7 +34,7 @@ cdef class ReplayedPool:
     """
 
     def __dealloc__(self):
-        PyMem_RawFree(self.text)
+        deallocate(self.text)
 
     def __reduce__(self):
         raise no_copy(self)
@@ -58,7 +57,8 @@ cdef class ReplayedPool:
         self.block_size = block_size
         if record_assignment:
             self.digest = hashlib.sha256()
-            self.text = <char*> allocate(TEXT_BYTES, 1, "text")
+            if self.text == NULL:
+                self.text = <char*> allocate(TEXT_BYTES, 1, "text")
         self.manager = manager
         self.m = &manager.state
         return 0

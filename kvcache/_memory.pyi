@@ -1,0 +1,1 @@
+tracemalloc_domain: int
