@@ -50,9 +50,9 @@ cdef void heap_update(
 ) noexcept nogil
 # The heap is not empty.
 cdef block_id_t heap_pop(EvictionHeap* heap) noexcept nogil
-# The rows that go first, in order, up to n of them; how many. O(n**2).
+# The rows that go first, in order, up to n of them; how many.
 cdef Py_ssize_t heap_first(
-    const EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
+    EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
 ) except -1
 cdef Py_ssize_t heap_nbytes(const EvictionHeap* heap) noexcept nogil
 cdef list heap_rows(const EvictionHeap* heap)

@@ -163,30 +163,21 @@ cdef block_id_t heap_pop(EvictionHeap* heap) noexcept nogil:
 
 
 cdef Py_ssize_t heap_first(
-    const EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
+    EvictionHeap* heap, Py_ssize_t n, block_id_t* rows
 ) except -1:
-    cdef size_t* border      # places of entries whose parents were all chosen
-    cdef size_t at, child
-    cdef Py_ssize_t size = 1, done = 0, best, i
+    cdef EvictionEntry* taken
+    cdef Py_ssize_t i
     n = min(n, <Py_ssize_t> heap.count)
     if n <= 0:
         return 0
-    border = <size_t*> allocate(n << SHIFT, sizeof(size_t), "evictable blocks")
-    while done < n:
-        best = 0
-        for i in range(1, size):
-            if goes_before(&heap.entries[border[i]], &heap.entries[border[best]]):
-                best = i
-        at = border[best]
-        size -= 1
-        border[best] = border[size]
-        rows[done] = heap.entries[at].row
-        done += 1
-        for child in range((at << SHIFT) + 1, (at << SHIFT) + 1 + (1 << SHIFT)):
-            if child < <size_t> heap.count and size < n << SHIFT:
-                border[size] = child
-                size += 1
-    deallocate(border)
+    taken = <EvictionEntry*> allocate(n, sizeof(EvictionEntry), "evictable blocks")
+    for i in range(n):
+        taken[i] = heap.entries[0]
+        rows[i] = heap_pop(heap)
+    for i in range(n - 1, -1, -1):
+        heap.count += 1
+        rise(heap, heap.count - 1, &taken[i])
+    deallocate(taken)
     return n
 
 

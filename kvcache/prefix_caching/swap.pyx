@@ -3,7 +3,7 @@
 Stores: nothing.
 Invariant: what it returns is an object for each new id, and an object takes memory: all
 that may be wanted are made before the first block moves.
-Costs: O(n log n) for n blocks; O(n**2) where the destination has to evict.
+Costs: O(n log m) for n blocks and m evictable ones.
 Threads: each call is atomic.
 """
 from libc.stdlib cimport qsort
