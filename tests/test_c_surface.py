@@ -64,6 +64,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return build(tmp_path_factory.mktemp("engine"), "engine.cpp", text)
 
 
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    text = (ENGINES / "threads.cpp").read_text()
+    return build(tmp_path_factory.mktemp("threads"), "threads.cpp", text)
+
+
 @pytest.mark.parametrize(("num_blocks", "most_running"), [(4_000, 64), (600, 64)])
 def test_engines_in_cython_and_cpp_get_the_block_ids_that_python_gets(
     scheduler: ModuleType, engine: ModuleType, num_blocks: int, most_running: int
@@ -149,6 +155,21 @@ def test_a_module_compiled_for_another_version_is_not_imported(
     text = (ENGINES / "engine.cpp").read_text().replace('"kvcache.h"', '"other.h"')
     with pytest.raises(ImportError, match=r"compiled for version .* installed is 1.0"):
         build(tmp_path, "engine.cpp", text)
+
+
+@pytest.mark.parametrize("num_managers", [1, 4])
+def test_threads_without_the_gil_share_a_manager_under_a_lock_or_have_their_own(
+    threads: ModuleType, num_managers: int
+) -> None:
+    managers = [schedule.make_manager(300, 256) for _ in range(num_managers)]
+    each = managers * (4 // num_managers)
+    served, refused = threads.run(each, Keyed(), 5_000, False)
+    assert served > 10_000
+    assert refused > 1_000
+    for manager in managers:
+        manager.check()
+        assert manager.num_requests == 0
+        assert manager.block_pool.get_num_free_blocks() == 299
 
 
 def test_every_function_of_the_capsule_is_called_by_an_engine_here() -> None:
