@@ -100,7 +100,8 @@ class ReferencePool:
         require(not any(self.keys[block] for block in new), BlockStateError)
         for block, key in new.items():
             self.add_key(key, block)
-        self.events.append(("stored", [*new.values()], None, range(0), self.unit))
+        if ids:
+            self.events.append(("stored", [*new.values()], None, range(0), self.unit))
 
     def is_promoted_by(self, tokens: int, block: int) -> bool:
         known = self.tokens[block]
