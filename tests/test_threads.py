@@ -1,4 +1,4 @@
-"""Eight threads at one pool, manager or allocator: right counts or a clear error.
+"""B101: eight threads at one pool, manager or allocator: right counts or a clear error.
 
 With the GIL and without. What a thread takes it counts and gives back, so that in the
 end all is free; in between it does what it likes with anything it can reach.
