@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from compiled import build
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,3 +20,10 @@ def away_from_the_checkout() -> Iterator[None]:
     os.chdir(Path(__file__).parent)
     yield
     os.chdir(before)
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Shows the core's memory, and calls it in C."""
+    text = (Path(__file__).parent / "engines" / "probe.pyx").read_text()
+    return build(tmp_path_factory.mktemp("probe"), "probe.pyx", text, "-O0")

@@ -301,6 +301,19 @@ def test_the_null_block_is_skipped_wherever_it_is_listed(pool: BlockPool) -> Non
     assert walk(pool) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_another_pools_null_block_is_skipped_as_well(
+    make: MakePool, pool: BlockPool
+) -> None:
+    null = make().null_block
+    (block,) = pool.get_new_blocks(1)
+    pool.touch([null, block])
+    assert (null.ref_cnt, block.ref_cnt) == (0, 2)
+    pool.free_blocks([null, block, block, null])
+    with refused(ValueError, pool, match="block 0 cannot be unpinned"):
+        pool.unpin_blocks([null], lambda block: None)
+    assert pool.get_num_free_blocks() == 7
+
+
 def test_a_pool_of_one_block_has_none_to_give(make: MakePool) -> None:
     pool = make(1)
     assert pool.get_num_free_blocks() == 0
@@ -1048,6 +1061,18 @@ print("done")
     assert printed == "done"
 
 
+def test_hashes_that_go_while_the_group_is_read_are_missing(pool: BlockPool) -> None:
+    hashes = [hash_of(1), hash_of(2)]
+
+    class Group:
+        def __index__(self) -> int:
+            hashes.clear()
+            return 0
+
+    with refused(ValueError, pool, match="shrank during the call"):
+        pool.match_prefix_ids(hashes, Group())
+
+
 def test_hashes_that_shrink_while_the_event_is_made_do_no_harm() -> None:
     printed = run_apart(f"""{FULL_REQUEST}
 class Shrinking:
@@ -1063,6 +1088,17 @@ for ids in ([block.block_id for block in blocks], [1] * 1000):
 print("done")
 """)
     assert printed == "done"
+
+
+def test_hashes_that_give_fewer_than_they_have_are_refused(pool: BlockPool) -> None:
+    class Short(list[bytes]):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(index)[1:]
+
+    request = SimpleNamespace(block_hashes=Short(hashes_of(1, 2)))
+    blocks = pool.get_new_blocks(2)
+    with refused(ValueError, pool, match="1 block hashes for 2 blocks"):
+        pool.cache_full_blocks(request, blocks, 0, 2, UNIT, 0)
 
 
 def test_two_blocks_may_hold_the_same_content_and_the_first_answers(
@@ -1874,6 +1910,50 @@ def test_a_view_made_during_a_call_cannot_upset_it(make: MakePool) -> None:
     assert len(set(handed_out)) == len(handed_out)
     assert pool.get_num_free_blocks() == 199 - len(handed_out)
     assert all(pool.blocks[block_id].ref_cnt == 1 for block_id in handed_out)
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="the collector waits for the call to end"
+)
+def test_blocks_that_are_taken_meanwhile_are_missing(make: MakePool) -> None:
+    pool = make(200)
+    taken: list[int] = []
+
+    def take(phase: str, info: object) -> None:
+        if phase == "start" and not taken:
+            taken.extend(pool.get_new_block_ids(150).tolist())
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(take)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(NoFreeBlocksError, match="49 are free"):
+            pool.get_new_blocks(100)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(take)
+    assert len(taken) == 150
+    assert pool.get_num_free_blocks() == 49
+
+
+def test_a_view_that_is_asked_for_while_it_is_made_is_made_once(
+    pool: BlockPool,
+) -> None:
+    views: list[KVCacheBlock] = []
+
+    def ask(phase: str, info: object) -> None:
+        views.append(pool.blocks[3])
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(ask)
+    gc.set_threshold(1)
+    try:
+        views.append(pool.blocks[3])
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(ask)
+    assert all(view is views[0] for view in views)
+    assert pool.blocks[3] is views[0]
 
 
 # -- check ------------------------------------------------------------------------

@@ -164,6 +164,17 @@ def test_a_field_that_a_method_keeps_cannot_be_assigned(name: str) -> None:
 # -- comparison, text, copies -----------------------------------------------------
 
 
+def test_a_block_that_was_not_initialised_is_nowhere() -> None:
+    block = KVCacheBlock.__new__(KVCacheBlock)
+    assert block.pool is block.prev_free_block is block.next_free_block is None
+
+
+def test_a_block_equals_itself(pool: BlockPool) -> None:
+    for block in (pool.blocks[1], KVCacheBlock(1)):
+        same = block
+        assert block == same
+
+
 def test_blocks_with_equal_fields_are_equal() -> None:
     fields = {"ref_cnt": 1, "_block_hash": b"key", "_block_hash_num_tokens": 16}
     assert KVCacheBlock(3, **fields) == KVCacheBlock(3, **fields)

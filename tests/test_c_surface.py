@@ -1,55 +1,22 @@
 """The C surface: engines compiled against the installed package, and nothing else."""
 
-import importlib.metadata
-import importlib.util
 import re
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+from compiled import build
 from engines import schedule
 
 import kvcache
 from kvcache import BlockPool
 from kvcache.hashing import Keyed
+from kvcache.manager import FullAttention, KVCacheManager
 
 ENGINES = Path(__file__).parent / "engines"
-SETUP = """
-import sys
-from pathlib import Path
-
-import kvcache, numpy
-from setuptools import Extension, setup
-
-name, include = sys.argv.pop(), [numpy.get_include(), kvcache.get_include()]
-extension = Extension(Path(name).stem, [name], include_dirs=include)
-if name.endswith(".pyx"):
-    from Cython.Build import cythonize
-    [extension] = cythonize(extension)
-setup(name="engine", ext_modules=[extension])
-"""
-
-
-def build(folder: Path, source: str, text: str) -> ModuleType:
-    """Compile a module in a folder of its own, and import it."""
-    pytest.importorskip("setuptools")
-    pytest.importorskip("Cython")
-    (folder / source).write_text(text)
-    (folder / "setup.py").write_text(textwrap.dedent(SETUP))
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", source]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    name = Path(source).stem
-    [path] = [each for each in folder.iterdir() if each.suffix in (".so", ".pyd")]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +102,198 @@ def test_a_block_in_c_lies_as_in_numpy(engine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "bad"),
-    [("run", (None, 16, b"", b"", b"", b"", 1)), ("drive_pool", (3, 4, b"", 16))],
+    ("function", "bad", "match"),
+    [
+        ("run", (None, 16, b"", b"", b"", b"", 1), "a KVCacheManager, got None"),
+        ("drive_pool", (3, Keyed(), b"", 16), "a BlockPool, got 3"),
+        ("drive_pool", (BlockPool(2, True, 16), 4, b"", 16), "a Keyed, got 4"),
+    ],
 )
 def test_a_handle_of_another_object_is_refused(
-    engine: ModuleType, function: str, bad: tuple[object, ...]
+    engine: ModuleType, function: str, bad: tuple[object, ...], match: str
 ) -> None:
-    with pytest.raises(TypeError, match=rf"got {bad[0]}"):
+    with pytest.raises(TypeError, match=match):
         getattr(engine, function)(*bad)
+
+
+BAD_ARGUMENT, BAD_STATE = -1, -2
+DIGESTS = bytes(range(64))
+RUNNING, WAITING, NOBODY = 0, 1, 2
+"""Rows of the manager below."""
+
+
+def make_manager(**options: Any) -> KVCacheManager:
+    """12 tokens of a request run, 8 of another one wait; one more may come."""
+    manager = KVCacheManager(
+        9, [FullAttention(4)], max_model_len=20, max_num_requests=3, **options
+    )
+    for numbers in ((1, 2, 3), (1, 4)):
+        hashes = [bytes([number]) * 16 for number in numbers]
+        manager.add_request(num_tokens=4 * len(numbers), hashes=hashes)
+    manager.allocate_slots(RUNNING, 12)
+    return manager
+
+
+def all_of(manager: KVCacheManager) -> list[object]:
+    rows = range(manager.num_requests)
+    return [
+        manager.block_pool.blocks.as_array().tobytes(),
+        [manager.block_ids(row).tolist() for row in rows],
+        [(manager.num_tokens(row), manager.num_computed_tokens(row)) for row in rows],
+    ]
+
+
+REFUSED: dict[str, tuple[Callable[[Any, KVCacheManager], int], int]] = {
+    "a request of no token": (
+        lambda c, m: c.add_request(m, 0, DIGESTS, 0, 16),
+        BAD_ARGUMENT,
+    ),
+    "a request that is too long": (
+        lambda c, m: c.add_request(m, 21, DIGESTS, 0, 16),
+        BAD_ARGUMENT,
+    ),
+    "digests of no byte": (
+        lambda c, m: c.add_request(m, 8, DIGESTS, 2, 0),
+        BAD_ARGUMENT,
+    ),
+    "digests of another length": (
+        lambda c, m: c.add_request(m, 8, DIGESTS, 2, 32),
+        BAD_ARGUMENT,
+    ),
+    "more digests than blocks": (
+        lambda c, m: c.add_request(m, 7, DIGESTS, 2, 16),
+        BAD_ARGUMENT,
+    ),
+    "fewer digests than none": (
+        lambda c, m: c.add_request(m, 8, DIGESTS, -1, 16),
+        BAD_ARGUMENT,
+    ),
+    "tokens for nobody": (lambda c, m: c.append(m, NOBODY, 1), BAD_ARGUMENT),
+    "fewer tokens than none": (lambda c, m: c.append(m, RUNNING, -1), BAD_ARGUMENT),
+    "tokens for a request of Python's": (
+        lambda c, m: c.append(m, RUNNING, 1),
+        BAD_STATE,
+    ),
+    "a match for nobody": (lambda c, m: c.match(m, NOBODY), BAD_ARGUMENT),
+    "a match for one that runs": (lambda c, m: c.match(m, RUNNING), BAD_STATE),
+    "slots for nobody": (lambda c, m: c.allocate_slots(m, NOBODY, 1), BAD_ARGUMENT),
+    "no slots": (lambda c, m: c.allocate_slots(m, WAITING), BAD_ARGUMENT),
+    "fewer slots than none": (
+        lambda c, m: c.allocate_slots(m, WAITING, -1),
+        BAD_ARGUMENT,
+    ),
+    "too many slots": (lambda c, m: c.allocate_slots(m, WAITING, 21), BAD_ARGUMENT),
+    "a negative lookahead": (
+        lambda c, m: c.allocate_slots(m, WAITING, 1, num_lookahead=-1),
+        BAD_ARGUMENT,
+    ),
+    "negative external tokens": (
+        lambda c, m: c.allocate_slots(m, WAITING, 1, num_external=-1),
+        BAD_ARGUMENT,
+    ),
+    "a long encoder output": (
+        lambda c, m: c.allocate_slots(m, WAITING, 1, num_encoder=21),
+        BAD_ARGUMENT,
+    ),
+    "fewer reserved than none": (
+        lambda c, m: c.allocate_slots(m, WAITING, 1, reserved_blocks=-1),
+        BAD_ARGUMENT,
+    ),
+    "external tokens for one that runs": (
+        lambda c, m: c.allocate_slots(m, RUNNING, 1, num_external=1),
+        BAD_ARGUMENT,
+    ),
+    "a step of fewer than none": (
+        lambda c, m: c.allocate_step(m, RUNNING, 1, n=-1),
+        BAD_ARGUMENT,
+    ),
+    "a step with a negative lookahead": (
+        lambda c, m: c.allocate_step(m, RUNNING, 1, num_lookahead=-1),
+        BAD_ARGUMENT,
+    ),
+    "a step of nobody": (lambda c, m: c.allocate_step(m, NOBODY, 1), BAD_ARGUMENT),
+    "a step of no token": (lambda c, m: c.allocate_step(m, RUNNING, 0), BAD_ARGUMENT),
+    "nobody preempted": (lambda c, m: c.preempt(m, NOBODY), BAD_ARGUMENT),
+    "preempted while it waits": (lambda c, m: c.preempt(m, WAITING), BAD_STATE),
+    "nobody freed": (lambda c, m: c.free(m, NOBODY), BAD_ARGUMENT),
+    "blocks of nobody": (lambda c, m: c.has_block_ids(m, NOBODY, 0), False),
+    "blocks in no group": (lambda c, m: c.has_block_ids(m, RUNNING, 1), False),
+    "a mapping of nobody": (lambda c, m: c.slot_mapping(m, NOBODY, 1), BAD_ARGUMENT),
+    "a mapping of too many": (
+        lambda c, m: c.slot_mapping(m, RUNNING, 13),
+        BAD_ARGUMENT,
+    ),
+    "a mapping in no group": (
+        lambda c, m: c.slot_mapping(m, RUNNING, 1, 1),
+        BAD_ARGUMENT,
+    ),
+    "a digest of no byte cached": (lambda c, m: c.cache(m.block_pool, 8, b"", 0), 1),
+    "another pool's block cached": (
+        lambda c, m: c.cache(m.block_pool, 9, DIGESTS, 16),
+        0,
+    ),
+    "another pool's block evicted": (lambda c, m: c.evict(m.block_pool, 9), 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_c_and_changes_nothing(
+    probe: ModuleType, name: str
+) -> None:
+    manager = make_manager()
+    before = all_of(manager)
+    call, code = REFUSED[name]
+    assert call(probe, manager) == code
+    assert all_of(manager) == before
+    manager.check()
+
+
+def test_a_request_made_in_c_gets_no_more_tokens_than_there_may_be(
+    probe: ModuleType,
+) -> None:
+    manager = make_manager()
+    row = probe.add_request(manager, 16, DIGESTS, 4, 16)
+    before = all_of(manager)
+    assert probe.append(manager, row, 5) == BAD_ARGUMENT
+    assert probe.append(manager, row, 4, DIGESTS, 2) == BAD_ARGUMENT
+    assert all_of(manager) == before
+    assert probe.append(manager, row, 4, DIGESTS, 1) == 0
+    assert probe.add_request(manager, 1, DIGESTS, 0, 16) == BAD_STATE  # no row is left
+
+
+def test_hits_that_are_gone_are_not_taken_in_c(probe: ModuleType) -> None:
+    manager = make_manager()
+    assert probe.match(manager, WAITING) == 4
+    manager.block_pool.evict_blocks(manager.block_ids(RUNNING))
+    before = all_of(manager)
+    assert probe.allocate_slots(manager, WAITING, 4) == BAD_STATE
+    assert all_of(manager) == before
+
+
+def test_a_hook_cannot_call_its_manager_in_c(probe: ModuleType) -> None:
+    codes: list[int] = []
+    calls: list[Callable[[], int]] = []
+
+    class Collector:
+        def on_block_allocated(self, block: object) -> None:
+            codes.extend(call() for call in calls)
+
+        on_block_evicted = on_block_accessed = reset = lambda *arguments: None
+
+    manager = make_manager(metrics_collector=Collector())
+    calls += [
+        lambda: probe.add_request(manager, 1, DIGESTS, 0, 16),
+        lambda: probe.append(manager, RUNNING, 1),
+        lambda: probe.match(manager, WAITING),
+        lambda: probe.allocate_slots(manager, WAITING, 1),
+        lambda: probe.allocate_step(manager, RUNNING, 1),
+        lambda: probe.preempt(manager, RUNNING),
+        lambda: probe.free(manager, RUNNING),
+    ]
+    manager.append(RUNNING, num_tokens=1)
+    manager.allocate_slots(RUNNING, 1)
+    assert codes == [BAD_STATE] * len(calls)
+    manager.check()
 
 
 @pytest.mark.parametrize(("name", "value"), [("MAJOR", 2), ("MINOR", 1)])

@@ -15,9 +15,21 @@ from kvcache import (
     FreeKVCacheBlockQueue,
     KVCacheBlock,
 )
-from kvcache.hashing import BlockHasher, Keyed
+from kvcache.hashing import BlockHasher, Keyed, get_request_block_hasher
 from kvcache.manager import FullAttention, KVCacheManager
-from kvcache.prefix_caching import BlockTable, CpuGpuBlockAllocator, Device, LRUEvictor
+from kvcache.prefix_caching import (
+    BlockList,
+    BlockTable,
+    ComputedBlocksTracker,
+    CpuGpuBlockAllocator,
+    Device,
+    LastAccessBlocksTracker,
+    LRUEvictor,
+    NaiveBlock,
+    RefCounter,
+)
+from kvcache.prefix_caching import BlockPool as ObjectPool
+from kvcache.replay._simulate import PoolReplay
 
 
 def live_objects() -> list[Any]:
@@ -47,6 +59,14 @@ def live_objects() -> list[Any]:
         KVCacheBlock(3),
         LRUEvictor(),
         BlockHasher(16, Keyed()),
+        get_request_block_hasher(16, Keyed()),
+        BlockList([]),
+        ComputedBlocksTracker(allocator, 4, True),
+        LastAccessBlocksTracker(allocator),
+        RefCounter([1]),
+        RefCounter([1]).as_readonly(),
+        ObjectPool(4, NaiveBlock, None, 2),
+        PoolReplay(4, 4),
     ]
 
 

@@ -241,6 +241,32 @@ def test_another_block_of_the_same_id_takes_its_place() -> None:
     assert drain(index) == [5, 3]
 
 
+@pytest.mark.parametrize("block_id", [1, 2, 3])
+def test_a_pools_block_takes_the_place_of_a_hand_made_one_of_its_id(
+    pool: BlockPool, block_id: int
+) -> None:
+    index = pool.cached_block_hash_to_block
+    for each in (1, 2, 3):
+        index.insert(key_of(1), KVCacheBlock(each))
+    index.insert(key_of(1), pool.blocks[block_id])
+    pool.check()
+    assert index.pop(key_of(1), block_id) is pool.blocks[block_id]
+    assert drain(index, key_of(1)) == [each for each in (1, 2, 3) if each != block_id]
+
+
+@pytest.mark.parametrize("block_id", [1, 2, 3])
+def test_a_hand_made_block_takes_the_place_of_a_pools_one_of_its_id(
+    pool: BlockPool, block_id: int
+) -> None:
+    index, block = pool.cached_block_hash_to_block, KVCacheBlock(block_id)
+    for each in (1, 2, 3):
+        index.insert(key_of(1), pool.blocks[each])
+    index.insert(key_of(1), block)
+    pool.check()
+    assert index.pop(key_of(1), block_id) is block
+    assert drain(index, key_of(1)) == [each for each in (1, 2, 3) if each != block_id]
+
+
 def test_copies_of_other_keys_are_not_touched() -> None:
     index = filled(5, 3)
     for block_id in (3, 5):

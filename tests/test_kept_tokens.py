@@ -462,7 +462,33 @@ def test_an_entry_made_through_the_map_gives_way_to_the_blocks_own(
     assert match(either_pool, tokens) == ids(blocks[:2])
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_of_several_entries_made_through_the_map_its_own_key_gives_way(
+    either_pool: BlockPool, place: int
+) -> None:
+    tokens, index = prompt(1), either_pool.cached_block_hash_to_block
+    [block] = either_pool.get_new_blocks(1)
+    keys = [b"one" + bytes(4), b"other" + bytes(4)]
+    keys.insert(place, key_of(tokens))
+    for key in keys:
+        index.insert(key, block)
+    either_pool.cache_block_tokens([block.block_id], tokens, HASHER)
+    assert match(either_pool, tokens) == [block.block_id]
+    assert all(index.contain(key, block.block_id) for key in keys)
+    assert index.pop(key_of(tokens), block.block_id) is block
+    assert not index.contain(key_of(tokens), block.block_id)
+
+
 # -- what is refused --------------------------------------------------------------
+
+
+def test_tokens_of_more_blocks_than_there_can_be_are_refused(
+    either_pool: BlockPool,
+) -> None:
+    tokens = np.broadcast_to(np.int32(0), 2**31)  # takes no memory
+    num_cached = 2**31 // UNIT - 1
+    with refused(ValueError, either_pool, match="are too many"):
+        either_pool.cache_block_tokens([1], tokens, HASHER, num_cached)
 
 
 def test_a_parent_must_carry_a_digest_of_the_group(either_pool: BlockPool) -> None:

@@ -5,20 +5,15 @@ index in the state that such a pair would: it takes a block's hash and gives it 
 one, as if what the block holds had that digest. Nothing else of the block changes.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from compiled import build
 
 from kvcache import BlockPool
 from kvcache.hashing.keyed_hash import Keyed
-
-pytest.importorskip("Cython")
 
 SOURCE = """
 # cython: language_level=3
@@ -45,26 +40,7 @@ HASHER = Keyed(bytes(range(16)))
 @pytest.fixture(scope="module")
 def helper(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("collisions")
-    (folder / "collisions.pyx").write_text(SOURCE)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "CFLAGS": f"-I{np.get_include()} {os.environ.get('CFLAGS', '')}",
-    }
-    command = ["-c", "from Cython.Build.Cythonize import main; main()", "-i"]
-    subprocess.run(
-        [sys.executable, *command, "collisions.pyx"],
-        cwd=folder,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
-    (library,) = [path for path in folder.iterdir() if path.suffix in (".so", ".pyd")]
-    spec = importlib.util.spec_from_file_location("collisions", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return build(folder, "collisions.pyx", SOURCE, "-O0")
 
 
 def pool_of(keep_tokens: bool) -> BlockPool:

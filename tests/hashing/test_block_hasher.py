@@ -199,6 +199,21 @@ def test_an_array_of_tokens_gives_an_array_of_hashes(as_array: Any) -> None:
     assert [row.tobytes() for row in rows] == hash_blocks(tokens, 16)
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_an_array_of_either_width_is_hashed_as_a_list_by_every_function(
+    hash_fn: Callable[[Any], bytes], dtype: Any, lookahead: int
+) -> None:
+    tokens = [0, 23, 24, 255, 256, 65_535, 65_536, 2**31 - 1] * 3
+    for function in (hash_fn, lambda value: hash_fn(value)):
+        options = {"hash_fn": function, "num_lookahead_tokens": lookahead}
+        rows = hash_blocks(np.array(tokens, dtype), 8, PARENT, **options)
+        expected = hash_blocks(tokens, 8, PARENT, **options)
+        assert [row.tobytes() for row in rows] == expected
+        keyed = hash_block_tokens(function, PARENT, np.array(tokens, dtype), ("key",))
+        assert keyed == hash_block_tokens(function, PARENT, tokens, ("key",))
+
+
 def test_an_array_that_is_read_only_will_do() -> None:
     tokens = np.arange(32, dtype=np.int32)
     tokens.flags.writeable = False
@@ -391,6 +406,12 @@ def test_what_is_no_hash_function_is_refused(function: Any) -> None:
 def test_a_hash_function_must_return_bytes() -> None:
     with pytest.raises(TypeError, match="17"):
         hash_blocks([1], 1, PARENT, hash_fn=lambda value: 17)  # type: ignore
+
+
+def test_rows_of_different_lengths_are_no_array() -> None:
+    digests = iter([b"one", b"other"])
+    with pytest.raises(ValueError, match="different lengths"):
+        hash_blocks(np.arange(8), 4, b"p" * 16, hash_fn=lambda value: next(digests))
 
 
 # -- a request that grows ---------------------------------------------------------

@@ -3,6 +3,7 @@ import copy
 import pickle
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,24 @@ def test_known_digests_stay_what_they_are() -> None:
     assert [row.tobytes().hex() for row in digests] == GOLDEN
 
 
+@pytest.mark.parametrize("value", ["", 17, (b"", (1,)), (1, 2, 3), None])
+def test_any_other_object_is_hashed_as_its_pickle(value: Any) -> None:
+    hasher = Keyed(KEY)
+    assert hasher(value) == hasher.hash_block((), None, pickle.dumps(value, 5))
+
+
+def test_extra_bytes_have_a_length_of_31_bits() -> None:
+    with pytest.raises(ValueError, match="at most 2147483647 bytes"):
+        Keyed(KEY).hash_block((1,), None, bytes(2**31))  # zeros that nothing reads
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_hash_blocks_takes_it_for_arrays_of_either_width(dtype: Any) -> None:
+    hasher, tokens = Keyed(KEY), prompt(96)
+    rows = hash_blocks(tokens.astype(dtype), 16, hash_fn=hasher)
+    assert rows.tolist() == hasher.hash_blocks(tokens, 16).tolist()
+
+
 # -- the chain --------------------------------------------------------------------
 
 
@@ -160,6 +179,15 @@ def test_a_token_over_31_bits_changes_its_own_block_and_those_behind_only() -> N
     behind = hasher.hash_blocks(tokens, 16)
     assert (before == behind).all(axis=1).tolist() == [True, True, False, False]
     assert behind.tolist() == hasher.hash_blocks(tokens.tolist(), 16).tolist()
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray])
+@pytest.mark.parametrize("token", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
+def test_a_block_is_as_wide_as_its_largest_token(token: int, kind: Any) -> None:
+    hasher, block = Keyed(KEY), [5, token, 7]
+    expected = siphash128(KEY, message(block, hasher.root), 1, 3)
+    assert hasher.hash_block(kind(block)) == expected
+    assert hasher.hash_blocks(kind(block), 3)[0].tobytes() == expected
 
 
 def test_a_parent_is_a_digest_and_nothing_more() -> None:

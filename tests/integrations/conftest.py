@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from stand_in import (
-    COORDINATOR,
     STOCK,
     Blocks,
     Spec,
     allocate_slots,
+    cache_blocks,
     find_longest_cache_hit,
+    free,
     get_computed_blocks,
     get_request_block_hasher,
     hash_block_tokens,
@@ -57,8 +58,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         each.find_longest_cache_hit = classmethod(find_longest_cache_hit)
     coordinators = made["vllm.v1.core.kv_cache_coordinator"]
     base = coordinators.KVCacheCoordinator
-    for name, method in COORDINATOR.items():
-        setattr(base, name, method)
+    base.cache_blocks, base.free = cache_blocks, free
     for name in ("Unitary", "Hybrid"):
         setattr(coordinators, f"{name}KVCacheCoordinator", type(name, (base,), {}))
     coordinators.KVCacheCoordinatorNoPrefixCache = type("Uncached", (base,), {})

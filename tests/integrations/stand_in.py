@@ -15,11 +15,14 @@ STOCK = {
     "vllm.v1.core.kv_cache_manager": ["KVCacheManager"],
     "vllm.v1.kv_cache_interface": ["SlidingWindowSpec"],
 }
-# Methods of theirs, by class.
-COORDINATOR = {
-    "cache_blocks": lambda self, request, num_computed_tokens: "vLLM's own",
-    "free": lambda self, request_id: "vLLM's own",
-}
+
+
+def cache_blocks(self: Any, request: Any, num_computed_tokens: int) -> None:
+    self.left_to_vllm = f"cache_blocks to {num_computed_tokens}"
+
+
+def free(self: Any, request_id: str) -> None:
+    self.left_to_vllm = f"free of {request_id}"
 
 
 def hash_block_tokens(

@@ -73,6 +73,104 @@ def test_hits_are_vllms_again_afterwards() -> None:
     assert find(kvcache.BlockPool(20, True, 4), []) == "vLLM's own"
 
 
+# -- hits of a window --------------------------------------------------------------
+
+
+def find_in_window(
+    pool: Any,
+    hashes: Any,
+    *,
+    window: int = 9,
+    most: int = 20,
+    eagle: bool = False,
+    groups: tuple[int, ...] = (0,),
+    **to: Any,
+) -> Any:
+    manager = held("vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager")
+    spec = held("vllm.v1.kv_cache_interface.SlidingWindowSpec")()
+    spec.block_size, spec.sliding_window = 4, window
+    options = {"kv_cache_spec": spec, "alignment_tokens": 4, **to}
+    return manager.find_longest_cache_hit(
+        hashes, most, list(groups), pool, drop_eagle_block=eagle, **options
+    )
+
+
+HASHES = [bytes([i]) * 16 for i in range(10)]
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("cached", "options", "hits"),
+    [
+        ([0, 1, 2, 3, 4], {}, [0, 0, 0, 4, 5]),
+        ([0, 1, 2, 3, 4], {"most": 19}, [0, 0, 3, 4]),
+        ([0, 1, 3], {}, [1, 2]),  # 3 is alone
+        ([0], {}, [1]),  # less than a window, but from the start on
+        ([1, 3], {}, []),
+        ([0, 1, 2, 3, 4], {"window": 1}, [0, 0, 0, 0, 5]),
+        ([0, 1, 2, 3, 4], {"eagle": True}, [0, 0, 3, 4]),
+        ([0, 1, 3, 4], {"eagle": True}, [1]),
+        ([0, 1, 2, 3, 4], {"alignment_tokens": 8}, [0, 0, 3, 4]),
+        ([0, 1, 2], {"alignment_tokens": 8, "window": 20}, [1, 2]),
+        ([0, 1, 2], {"alignment_tokens": 8, "window": 20, "eagle": True}, []),
+        (range(5), {"alignment_tokens": 8, "window": 5, "eagle": True}, [0, 0, 0, 4]),
+    ],
+)
+def test_a_windows_last_hit_is_found(
+    cached: Any, options: dict[str, Any], hits: list[int]
+) -> None:
+    plugin.register()
+    pool = kvcache.BlockPool(20, True, 4)
+    pool.get_new_block_ids(5)
+    numbers = list(cached)
+    pool.cache_block_ids([1 + i for i in numbers], [HASHES[i] for i in numbers])
+    [blocks], length = find_in_window(pool, HASHES, **options)
+    assert ([block.block_id for block in blocks], length) == (hits, 4 * len(hits))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_hit_of_windows_is_one_in_all_of_their_groups() -> None:
+    plugin.register()
+    pool = kvcache.BlockPool(20, True, 4)
+    pool.get_new_block_ids(5)
+    pool.cache_block_ids([1, 2, 3], HASHES[:3], 0)
+    pool.cache_block_ids([4, 5], HASHES[:2], 1)
+    blocks, length = find_in_window(pool, HASHES, groups=(0, 1))
+    assert [[block.block_id for block in group] for group in blocks] == [[1, 2], [4, 5]]
+    assert length == 8
+
+
+@pytest.mark.usefixtures("vllm")
+def test_hits_are_found_by_the_last_of_several_hashes_of_a_block() -> None:
+    plugin.register()
+    pool = kvcache.BlockPool(20, True, 2)
+    pool.cache_block_ids(pool.get_new_block_ids(2), [HASHES[1], HASHES[3]])
+    pool.cache_block_ids(pool.get_new_block_ids(2), [HASHES[1], HASHES[3]], 1)
+    [blocks], length = find_in_window(pool, HASHES)
+    assert ([block.block_id for block in blocks], length) == ([1, 2], 8)
+    full, length = find(pool, HASHES)
+    assert [[block.block_id for block in group] for group in full] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv_cache_spec": Spec()},
+        {"dcp_world_size": 2},
+        {"pcp_world_size": 2},
+        {"hashes": (b"?",)},
+        {"pool": object()},
+    ],
+)
+def test_hits_of_a_window_of_other_specs_ranks_lists_and_pools_are_vllms(
+    other: dict[str, Any],
+) -> None:
+    plugin.register()
+    pool = other.pop("pool", kvcache.BlockPool(20, True, 4))
+    assert find_in_window(pool, other.pop("hashes", []), **other) == "vLLM's own"
+
+
 # -- a manager of one group --------------------------------------------------------
 
 
@@ -108,9 +206,11 @@ def registered(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KVCacheManager.allocate_slots" in plugin.register()
 
 
-def make(kind: type[Group] = Group, num_blocks: int = 12) -> Any:
+def make(
+    kind: type[Group] = Group, num_blocks: int = 12, hash_block_size: int = 4
+) -> Any:
     """A manager as vLLM's, with one group."""
-    pool = kvcache.BlockPool(num_blocks, True, 4)
+    pool = kvcache.BlockPool(num_blocks, True, hash_block_size)
     manager = held("vllm.v1.core.kv_cache_manager.KVCacheManager")()
     coordinator = held("vllm.v1.core.kv_cache_coordinator.UnitaryKVCacheCoordinator")()
     coordinator.single_type_managers = (kind(pool),)
@@ -311,3 +411,180 @@ def test_what_is_not_known_is_vllms_and_why_is_logged_once(
     [record] = caplog.records
     assert "vLLM's own allocate_slots" in record.getMessage()
     assert why in record.getMessage()
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_cached_and_freed_of_a_kind_that_is_not_known_is_vllms() -> None:
+    manager = make(Other)
+    manager.coordinator.cache_blocks(make_request(8), 8)
+    assert manager.coordinator.left_to_vllm == "cache_blocks to 8"
+    manager.coordinator.free("a")
+    assert manager.coordinator.left_to_vllm == "free of a"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_running_request_of_a_kind_that_is_not_known_is_vllms() -> None:
+    manager = make(Other)
+    request = make_request(30, status="running", num_computed_tokens=8)
+    assert manager.allocate_slots(request, 1) == "vLLM's own"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_running_request_whose_hits_ended_inside_a_block_is_vllms() -> None:
+    manager = make()
+    request = running(manager, 30, 9)
+    assert manager.allocate_slots(request, 1) is manager.empty_kv_cache_blocks
+    partial_hit(manager)
+    assert manager.allocate_slots(request, 1) == "vLLM's own"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_group_that_is_not_cached_is_left_out() -> None:
+    manager = make()
+    group_of(manager).enable_caching = False
+    request = make_request(8)
+    assert ids(manager.allocate_slots(request, 8).blocks[0]) == [1, 2]
+    assert len(manager.block_pool.cached_block_hash_to_block) == 0
+
+
+@pytest.mark.usefixtures("registered")
+def test_of_several_groups_what_all_can_hit_is_cached() -> None:
+    manager = make()
+    kind = held("vllm.v1.core.kv_cache_coordinator.HybridKVCacheCoordinator")
+    manager.coordinator.__class__ = kind
+    manager.coordinator.get_num_cacheable_tokens = lambda computed, i: computed - 4
+    manager.allocate_slots(make_request(12), 12)
+    assert group_of(manager).num_cached_block == {"a": 2}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("alignment", "interval"), [(8, None), (6, None), (4, 100)])
+def test_a_window_of_which_not_every_block_can_be_hit_is_cached_by_vllm(
+    alignment: int, interval: int | None
+) -> None:
+    manager = make(Window)
+    group_of(manager).cache_hit_alignment_tokens = alignment
+    manager.coordinator.retention_interval = interval
+    manager.allocate_slots(make_request(8), 8)
+    assert manager.coordinator.left_to_vllm == "cache_blocks to 8"
+    assert len(manager.block_pool.cached_block_hash_to_block) == 0
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("given", [(), (8,)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        derive,
+        derive_coordinator,
+        lambda manager: setattr(manager, "enable_caching", False),
+        lambda manager: setattr(manager, "enable_kv_cache_events", True),
+    ],
+)
+def test_hits_of_a_manager_that_is_not_known_are_vllms(
+    change: Any, given: tuple[int, ...]
+) -> None:
+    manager = make()
+    change(manager)
+    assert manager.get_computed_blocks(make_request(9), *given) == "vLLM's own"
+
+
+@pytest.mark.usefixtures("registered")
+def test_hits_may_be_limited() -> None:
+    manager = make()
+    running(manager, 12, 12)
+    _blocks, length, _ = manager.get_computed_blocks(make_request(12), 8)
+    assert length == 8
+
+
+class Finer(Group):
+    """A group whose pool has two hashes a block."""
+
+    find_longest_cache_hit = classmethod(find_longest_cache_hit)
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool)
+        self.tails: list[int] = []
+
+    def _cache_partial_tail_block(self, request: Any, num_tokens: int) -> None:
+        self.tails.append(num_tokens)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_tail_of_a_block_of_several_hashes_is_looked_at_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    single = sys.modules["vllm.v1.core.single_type_kv_cache_manager"]
+    monkeypatch.setattr(single, "FullAttentionManager", Finer)
+    plugin.register()
+    manager = make(Finer, hash_block_size=2)
+    request = make_request(30, block_hashes=[bytes([i]) * 16 for i in range(15)])
+    manager.allocate_slots(request, 9)
+    for computed in (9, 10):
+        request.num_computed_tokens, request.status = computed, "running"
+        assert manager.allocate_slots(request, 1) is manager.empty_kv_cache_blocks
+    group = group_of(manager)
+    assert (group.num_cached_block, group.tails) == ({"a": 2}, [9, 10, 11])
+
+
+@pytest.mark.usefixtures("registered")
+def test_hits_for_a_request_that_has_blocks_are_vllms() -> None:
+    manager = make()
+    request = running(manager, 30, 8)
+    hits = Blocks(([manager.block_pool.blocks[1]],))
+    assert manager.allocate_slots(request, 1, 4, hits) == "vLLM's own"
+    other = make_request(30, request_id="b")
+    group_of(manager).req_to_blocks["b"] = [manager.block_pool.blocks[1]]
+    found = manager.allocate_slots(other, 1, num_external_computed_tokens=4)
+    assert found == "vLLM's own"
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("unzeroed", "recorded"), [((), True), ((0,), False)])
+def test_blocks_for_tokens_from_elsewhere_are_the_groups_to_take(
+    unzeroed: tuple[int, ...], recorded: bool
+) -> None:
+    manager, calls = make(), []
+    group = group_of(manager)
+
+    def allocate(
+        name: str, local: int, external: int, record_for_zeroing: bool
+    ) -> None:
+        calls.append((name, local, external, record_for_zeroing))
+        group.req_to_blocks[name] += manager.block_pool.get_new_blocks(2)
+
+    group.allocate_external_computed_blocks = allocate
+    request = make_request(30)
+    blocks = manager.allocate_slots(
+        request, 1, num_external_computed_tokens=8, skip_zeroing_group_ids=unzeroed
+    )
+    assert calls == [("a", 0, 8, recorded)]
+    assert ids(blocks.blocks[0]) == [3]
+    assert group.num_cached_block == {"a": 2}
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_group_may_admit_a_request_with_fewer_blocks() -> None:
+    manager = make(num_blocks=6)
+    options = {"full_sequence_must_fit": True, "has_scheduled_reqs": False}
+    assert manager.allocate_slots(make_request(24), 4, **options) is None
+    group_of(manager).max_admission_blocks_per_request = 5
+    blocks = manager.allocate_slots(make_request(24), 4, **options)
+    assert ids(blocks.blocks[0]) == [1]
+
+
+@pytest.mark.usefixtures("registered")
+def test_hits_that_a_window_has_passed_are_null_blocks() -> None:
+    manager = make(Window)
+    running(manager, 12, 12)
+    manager.coordinator.free("a")
+    request = make_request(13, request_id="b")
+    hits = Blocks(([manager.block_pool.blocks[i] for i in (1, 2, 3)],))
+    blocks = manager.allocate_slots(request, 1, 12, hits)
+    assert ids(group_of(manager).req_to_blocks["b"]) == [
+        0,
+        0,
+        3,
+        *ids(blocks.blocks[0]),
+    ]
+    assert [manager.block_pool.blocks[i].ref_cnt for i in (1, 2, 3)] == [0, 0, 1]

@@ -12,6 +12,7 @@ from pools import snapshot
 from kvcache.hashing import hash_blocks, sha256
 from kvcache.manager import FullAttention, KVCacheManager
 
+MAX_BLOCKS = 2**31 - 2
 LONGEST = 64
 MOST = 4
 

@@ -235,6 +235,19 @@ def test_hits_end_where_all_block_sizes_do() -> None:
         manager.free(row)
 
 
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8)])
+@pytest.mark.parametrize(("lost", "hit"), [(0, 0), (1, 0), (2, 8), (3, 8)])
+def test_hits_of_full_groups_end_where_all_block_sizes_do(
+    sizes: tuple[int, int], lost: int, hit: int
+) -> None:
+    manager = make(*map(FullAttention, sizes), num_blocks=41)
+    row = run(manager, range(16))
+    block = ids(manager, row, sizes.index(4))[lost]
+    manager.free(row)
+    manager.block_pool.evict_blocks({block})
+    assert manager.match(manager.add_request(range(17))) == hit
+
+
 def test_eagle_has_the_last_block_of_a_hit_computed_again() -> None:
     for eagle, hit in [(False, 16), (True, 12)]:
         manager = make(FullAttention(4), use_eagle=eagle)

@@ -7,13 +7,14 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from managers import (
     LONGEST,
+    MAX_BLOCKS,
     MOST,
     hashes_of,
     ids,
@@ -160,6 +161,14 @@ def test_a_manager_that_refers_to_itself_is_collected() -> None:
     assert gone() is None
 
 
+def hit_length(manager: KVCacheManager, tokens: Any) -> int:
+    """What a new request of these tokens finds."""
+    row = manager.add_request(tokens)
+    found = manager.match(row)
+    manager.free(row)
+    return found
+
+
 # -- sizes ----------------------------------------------------------------------------
 
 
@@ -209,6 +218,13 @@ def test_a_bound_is_refused_by_the_call_that_exceeds_it() -> None:
         manager.append_step(rows, [1] * MOST)
     with refused(ValueError, manager, match="65 tokens, the limit is 64"):
         manager.allocate_slots(rows[0], LONGEST + 1)
+
+
+def test_tables_that_are_too_large_are_refused() -> None:
+    with pytest.raises(ValueError, match="a table row of 2147483647 blocks"):
+        make(FullAttention(1), max_model_len=MAX_BLOCKS)
+    with pytest.raises(MemoryError, match="bytes for tables"):
+        make(FullAttention(1), max_model_len=MAX_BLOCKS - 1, max_num_requests=2**20)
 
 
 def test_memory_is_reported_to_tracemalloc_and_given_back() -> None:
@@ -482,6 +498,18 @@ def test_an_evicted_hit_has_to_be_matched_again() -> None:
     with refused(BlockStateError, manager, match="match again"):
         manager.allocate_slots(row, 4)
     assert manager.match(row) == 4
+
+
+@pytest.mark.parametrize(("window", "hit"), [(9, 8), (20, 0)])
+def test_less_than_a_window_is_cut_to_what_all_groups_can_share(
+    window: int, hit: int
+) -> None:
+    # The three blocks in front of a draft model's are rounded down twice, as in vLLM:
+    # before the last one is dropped, and after.
+    groups = FullAttention(8), SlidingWindow(4, window, eagle=True)
+    manager = make(*groups, use_eagle=True)
+    run(manager, range(17))
+    assert hit_length(manager, range(17)) == hit
 
 
 def test_tokens_that_are_appended_leave_a_match_as_it_was() -> None:
@@ -762,6 +790,20 @@ def test_a_step_stops_before_the_first_that_does_not_fit() -> None:
     manager.check()
 
 
+def test_a_step_is_not_taken_for_the_one_4_294_967_295_steps_ago(
+    probe: ModuleType,
+) -> None:
+    manager = three_running()
+    manager.allocate_step([0, 1, 2], [1, 1, 1])
+    step = probe.manager_memory(manager)["step"]
+    assert step.tolist() == [1]
+    step[0] = 2**32 - 1
+    served, _, _ = manager.allocate_step([0, 1, 2], [1, 1, 1])
+    assert (served, step.tolist()) == (3, [1])
+    with refused(ValueError, manager, match="more than once"):
+        manager.allocate_step([0, 0], [1, 1])
+
+
 def test_a_step_of_nobody_serves_nobody() -> None:
     served, new, starts = make().allocate_step([], [])
     assert (served, new.tolist(), starts.tolist()) == (0, [], [0])
@@ -972,6 +1014,51 @@ def test_no_more_tokens_are_cached_than_are_computed(count: int) -> None:
     manager.allocate_slots(row, 8, num_lookahead_tokens=4)
     with refused(ValueError, manager):
         manager.cache_blocks(row, count)
+
+
+@pytest.mark.parametrize("num_aliases", range(40))
+def test_blocks_are_cached_however_many_further_keys_there_are(
+    num_aliases: int,
+) -> None:
+    manager = make()
+    run(manager, [1] * 4)
+    pool = manager.block_pool
+    for number in range(num_aliases):  # at some number there is room for no key more
+        key = bytes([number]) * 32 + bytes(4)
+        pool._insert_block_hash(key, pool.blocks[1], None)
+    manager.free(run(manager, range(16)))
+    assert hit_length(manager, range(17)) == 16
+    assert len(pool.cached_block_hash_to_block) == num_aliases + 5
+    manager.check()
+
+
+def test_a_block_that_was_given_a_hash_by_hand_cannot_be_cached() -> None:
+    manager = make()
+    row = run(manager, range(6))
+    manager.append(row, [6, 7])
+    block = manager.block_pool.blocks[ids(manager, row)[1]]
+    block.set_block_hash(b"by hand", 8)
+    with pytest.raises(BlockStateError, match=f"block {block.block_id} of request"):
+        manager.allocate_slots(row, 2)
+    manager.check()
+    block.reset_hash()
+    manager.cache_blocks(row, 8)
+    assert hit_length(manager, range(9)) == 8
+
+
+def test_the_end_of_a_prompt_takes_the_place_of_a_shorter_prefix() -> None:
+    groups = FullAttention(8, eagle=True), SlidingWindow(4, 5)
+    manager = make(*groups, use_eagle=True)
+    row = manager.add_request(range(14))
+    manager.allocate_slots(row, 9)
+    pool, block = manager.block_pool, ids(manager, row)[1]
+    shorter = SimpleNamespace(block_hashes=hashes_of(range(100, 108)))
+    key = pool.cache_partial_block(shorter, pool.blocks[block], 8, 0, 8)
+    assert pool.cached_block_hash_to_block.contain(key, block)
+    manager.allocate_slots(row, 5)
+    assert pool.blocks[block].block_hash_num_tokens == 12
+    assert not pool.cached_block_hash_to_block.contain(key, block)
+    manager.check()
 
 
 def test_only_a_running_request_has_blocks_to_cache() -> None:
@@ -1390,6 +1477,52 @@ def test_a_hash_function_that_fails_leaves_the_request_as_it_was() -> None:
     failing = False
     manager.append(row, 1)
     assert manager.num_tokens(row) == 4
+
+
+def test_a_hash_of_another_length_leaves_the_request_as_it_was() -> None:
+    length = 32
+    manager = make(hash_fn=lambda data: sha256(data)[:length])
+    row = manager.add_request(range(7))
+    length = 16
+    with refused(ValueError, manager, match="32 bytes"):
+        manager.append(row, 1)
+    length = 32
+    manager.append(row, 1)
+    assert manager.allocate_slots(row, 8) is not None
+    assert len(manager.block_pool.cached_block_hash_to_block) == 2
+
+
+def test_a_step_whose_last_token_cannot_be_hashed_appends_none() -> None:
+    def hash_function(data: Any) -> bytes:
+        if failing and data[1][0] == 2:
+            raise RuntimeError("no hash for this one")
+        return sha256(data)
+
+    failing = False
+    manager = make(hash_fn=hash_function)
+    rows = [manager.add_request([each] * 3) for each in range(3)]
+    failing = True
+    with refused(RuntimeError, manager):
+        manager.append_step(rows, [7, 7, 2])
+    failing = False
+    manager.append_step(rows, [7, 7, 2])
+    assert [manager.num_tokens(row) for row in rows] == [4, 4, 4]
+
+
+def test_a_hash_function_that_ends_its_request_is_refused() -> None:
+    def hash_function(data: Any) -> bytes:
+        if ending:
+            manager.free(row)
+        return sha256(data)
+
+    ending = False
+    manager = make(hash_fn=hash_function)
+    row = manager.add_request(range(3))
+    ending = True
+    with pytest.raises(BlockStateError, match=f"request {row} went away"):
+        manager.append(row, 1)
+    assert manager.num_requests == 0
+    manager.check()
 
 
 def test_a_hook_cannot_change_requests_in_the_middle_of_a_call() -> None:

@@ -71,6 +71,13 @@ def free_counts(allocator: CpuGpuBlockAllocator) -> tuple[int, int]:
 # -- made --------------------------------------------------------------------------
 
 
+def test_an_allocator_is_made_once(either: CpuGpuBlockAllocator) -> None:
+    chain(either, GPU, 2)
+    with pytest.raises(ValueError, match="already made"):
+        either.__init__(*CpuGpuBlockAllocator.create("naive", 1, 1, 4)._allocators)
+    assert free_counts(either) == (6, 8)
+
+
 @pytest.mark.parametrize(
     ("kind", "of"),
     [("naive", NaiveBlockAllocator), ("prefix_caching", PrefixCachingBlockAllocator)],

@@ -5,6 +5,7 @@ import gc
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -246,6 +247,19 @@ def test_a_fork_has_tokens_of_its_own(allocator: NaiveBlockAllocator) -> None:
     forked.append_token_ids([8])
     block.append_token_ids([9])
     assert [block.token_ids, forked.token_ids] == [[0, 1, 9], [0, 1, 8]]
+
+
+@both_classes
+def test_a_block_that_has_all_users_it_can_is_not_forked(
+    probe: ModuleType, create_block: Any
+) -> None:
+    allocator = allocator_of(4, create_block)
+    blocks = sequence(allocator, SIZE, 2)
+    counts = probe.naive_memory(allocator)["rows"]["ref_cnt"]
+    counts[1] = 2**31 - 1
+    with refused(BlockStateError, "block 1 has 2147483647 references", allocator):
+        allocator.fork(blocks[-1])
+    counts[1] = 1
 
 
 @both_classes

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import tracemalloc
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -70,6 +71,14 @@ def test_a_block_is_named_by_an_int(method: str, block_id: Any) -> None:
 def test_reading_an_id_may_count_too() -> None:
     counter = RefCounter([3])
     assert counter.incr(Index(3, lambda: counter.incr(3))) == 2  # type: ignore[arg-type]
+
+
+def test_a_count_ends_at_its_limit(probe: ModuleType) -> None:
+    counter = RefCounter([3, 5])
+    probe.counter_memory(counter)["rows"]["ref_cnt"][1] = 2**31 - 1
+    with pytest.raises(ValueError, match="block 5 has 2147483647 references already"):
+        counter.incr(5)
+    assert counter.decr(5) == 2**31 - 2
 
 
 def test_a_counter_is_made_once() -> None:

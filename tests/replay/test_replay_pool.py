@@ -1,5 +1,6 @@
 """The compiled pool against the plain-Python one."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,3 +32,33 @@ def test_the_compiled_pool_does_what_the_reference_does(
             result.pop("assignment_sha256", None)
         results.append(result)
     assert results[0] == pytest.approx(results[1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "indptr", "fault"),
+    [
+        ([-1], [0, 0], "request 0 has no valid length or keys"),
+        ([4], [-1, 0], "request 0 has no valid length or keys"),
+        ([4, 4], [0, 1, 0], "request 1 has no valid length or keys"),
+        ([4], [3, 4], "request 0 has no valid length or keys"),
+        ([4, 8], [0, 1, 2], "request 1 of 8 tokens has 1 keys"),
+        ([4], [0, 2], "request 0 of 4 tokens has 2 keys"),
+        ([4], [0], r"shape \(2,\), got \(1,\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(
+    lengths: list[int], indptr: list[int], fault: str
+) -> None:
+    pool = PoolReplay(5, SIZE)
+    keys = np.zeros((3, 16), np.uint8)
+    with pytest.raises(ValueError, match=fault):
+        pool.run(np.array(lengths), keys, np.array(indptr))
+    assert pool.result()["requests"] == 0
+
+
+def test_a_replay_is_made_once() -> None:
+    pool = PoolReplay(5, SIZE)
+    with pytest.raises(ValueError, match="already made"):
+        pool.__init__(9, SIZE)  # type: ignore[misc]
+    pool.run(np.array([5 * SIZE]), np.zeros((5, 16), np.uint8), np.array([0, 5]))
+    assert pool.result()["skipped"] == 1  # 8 blocks would do
