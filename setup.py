@@ -62,7 +62,7 @@ if not debug:
 compile_args, link_args = [], []
 if sys.platform != "win32":
     # At -O0 every access stays where it was written, and gcc is thrice as fast.
-    compile_args = ["-O0" if sanitize else "-O1" if debug else "-O3"]
+    compile_args = ["-O0" if sanitize else "-O1" if debug or line_trace else "-O3"]
     # CPython's own flags have -g: symbols were four fifths of a wheel.
     compile_args += ["-g1" if sanitize else "-g" if symbols else "-g0"]
     if not symbols:
