@@ -210,7 +210,7 @@ POOL: dict[str, Broken] = {
         "0 side entries are listed and 2 counted",
     ),
     "an object too many": (
-        lambda memory: memory["objects"].update(dict.fromkeys(range(3), ())),
+        lambda memory: memory["entries"].update(dict.fromkeys(range(3))),
         "the map holds more hand-made blocks than side entries",
     ),
 }

@@ -70,7 +70,7 @@ def pool_memory(BlockPool pool):
     memory = {
         "rows": rows_of(pool.state.rows, pool.state.num_blocks),
         "num_free": np.asarray(<block_id_t[:1]> &pool.state.queue.num_free),
-        "objects": pool.cached_block_hash_to_block.objects,
+        "entries": pool.cached_block_hash_to_block.entries,
         **index_of(pool.state.index),
     }
     if pool.state.kept != NULL:

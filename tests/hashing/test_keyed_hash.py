@@ -188,6 +188,8 @@ def test_a_block_is_as_wide_as_its_largest_token(token: int, kind: Any) -> None:
     expected = siphash128(KEY, message(block, hasher.root), 1, 3)
     assert hasher.hash_block(kind(block)) == expected
     assert hasher.hash_blocks(kind(block), 3)[0].tobytes() == expected
+    expected = siphash128(KEY, message(block, hasher.root, b"extra"), 1, 3)
+    assert hasher.hash_block(kind(block), None, b"extra") == expected
 
 
 def test_a_parent_is_a_digest_and_nothing_more() -> None:
