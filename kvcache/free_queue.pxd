@@ -41,7 +41,7 @@ cdef class FreeKVCacheBlockQueue:
 
     @staticmethod
     cdef FreeKVCacheBlockQueue for_pool(BlockStore store)
-    cdef int adopt_ends(self) except -1
+    cdef int stand_on(self, BlockStore store) except -1
     cdef int check_own(self) except -1
     cdef int check_holds(self, Py_ssize_t count) except -1
     cdef KVCacheBlock take(self, block_id_t row)

@@ -35,8 +35,7 @@ cdef class FreeKVCacheBlockQueue:
     """
 
     def __cinit__(self, *args, **kwargs):
-        self.store = BlockStore()
-        self.adopt_ends()
+        self.stand_on(BlockStore())
 
     @cython.critical_section
     def __init__(self, blocks):
@@ -62,14 +61,15 @@ cdef class FreeKVCacheBlockQueue:
         cdef FreeKVCacheBlockQueue made = FreeKVCacheBlockQueue.__new__(
             FreeKVCacheBlockQueue
         )
-        made.store = store
         made.of_pool = True
-        made.adopt_ends()
+        made.stand_on(store)
         return made
 
-    cdef int adopt_ends(self) except -1:
+    cdef int stand_on(self, BlockStore store) except -1:
         cdef KVCacheBlock head = new_block(-1), tail = new_block(-1)
+        # From here on nothing fails: the ends are always of the store.
         self.fake_free_list_head, self.fake_free_list_tail = head, tail
+        self.store = store
         self.queue.rows = self.store.rows
         head.index = tail.index = ANCHOR
         head.row = tail.row = &self.store.rows[ANCHOR]
