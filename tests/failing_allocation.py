@@ -101,6 +101,8 @@ try:
     import _testcapi as testcapi
 except ImportError:
     testcapi = None
+if sys.gettrace() is not None:
+    testcapi = None  # what traces lines makes objects too
 
 ONCE = [*([Once()] if testcapi else []), *([InC()] if fail_allocation else [])]
 """What this interpreter and this build can do: one allocation fails."""
