@@ -10,6 +10,7 @@ UndefinedBehaviorSanitizer.
 """
 
 import importlib
+import logging
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import atheris
 
 def main() -> None:
     name, where = sys.argv.pop(1), Path(sys.argv[1])
+    logging.disable(logging.WARNING)  # a reset that is refused
     with atheris.instrument_imports(include=["kvcache"]):  # what is in Python
         target = importlib.import_module(f"fuzz_{name}")
     if where.is_dir():

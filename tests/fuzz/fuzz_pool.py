@@ -4,7 +4,6 @@ What a call returns or raises is compared, and after it the counts and the free 
 at the end all that can be seen of the pool. `check()` proves its invariants each time.
 """
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,6 @@ SEEDS = [
     bytes(range(60)),
     b"\x06\x01\x01" + bytes([0, 4, 0, 5, 3, 2, 1, 0, 4, 0, 1, 0, 0, 14, 0, 12, 0] * 4),
 ]
-logging.getLogger("kvcache").setLevel(logging.ERROR)  # a reset that is refused
 
 
 def agree(
