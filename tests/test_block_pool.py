@@ -813,6 +813,21 @@ def test_full_blocks_are_cached_under_their_requests_hashes(pool: BlockPool) -> 
     assert [hit(pool, number, 7) for number in (1, 2, 3)] == [1, 2, 3]
 
 
+def test_many_blocks_are_cached_alike_in_a_pool_whose_index_is_far_from_the_cache() -> (
+    None
+):
+    pool = BlockPool(40_000, True, UNIT)
+    numbers = range(1, 41)
+    blocks = pool.get_new_blocks(40)
+    pool.cache_full_blocks(request_of(*numbers), blocks, 0, 40, UNIT, 0)
+    assert [hit(pool, number) for number in numbers] == list(range(1, 41))
+    hashes = [hash_of(number) for number in range(41, 81)]
+    ids = pool.get_new_block_ids(40)
+    pool.cache_block_ids(ids, hashes)
+    assert pool.match_prefix_ids(hashes).tolist() == ids.tolist()
+    pool.check()
+
+
 def test_blocks_that_were_cached_before_are_left_alone(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(3)
     pool.cache_full_blocks(request_of(1, 2, 3), blocks, 1, 2, UNIT, 0)
@@ -1224,6 +1239,13 @@ def test_content_replaced_by_the_same_keeps_its_one_key(pool: BlockPool) -> None
     )
     assert block.block_hash == key_of(1)
     assert len(pool.cached_block_hash_to_block) == 1
+
+
+def test_a_block_made_by_hand_takes_a_partial_hash(pool: BlockPool) -> None:
+    block = KVCacheBlock(5)
+    name = pool.cache_partial_block(request_of(1), block, UNIT, 0, 2 * UNIT)
+    assert pool.cached_block_hash_to_block.get_one_block(name) is block
+    assert block.block_hash_num_tokens == UNIT
 
 
 def test_the_null_block_takes_no_partial_hash(pool: BlockPool) -> None:

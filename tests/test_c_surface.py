@@ -12,7 +12,7 @@ from compiled import build
 from engines import schedule
 
 import kvcache
-from kvcache import BlockPool
+from kvcache import BlockPool, BlockStateError
 from kvcache.hashing import Keyed
 from kvcache.manager import FullAttention, KVCacheManager
 
@@ -259,6 +259,33 @@ def test_a_request_made_in_c_gets_no_more_tokens_than_there_may_be(
     assert all_of(manager) == before
     assert probe.append(manager, row, 4, DIGESTS, 1) == 0
     assert probe.add_request(manager, 1, DIGESTS, 0, 16) == BAD_STATE  # no row is left
+
+
+@pytest.mark.parametrize("num_blocks", [10, 40_000])
+def test_a_block_is_cached_in_c_in_a_pool_of_any_size(
+    probe: ModuleType, num_blocks: int
+) -> None:
+    pool = BlockPool(num_blocks, True, 16)
+    [block] = pool.get_new_block_ids(1).tolist()
+    assert probe.cache(pool, block, b"d" * 16, 16) == -1  # none is refused
+    assert pool.match_prefix_ids([b"d" * 16]).tolist() == [block]
+    pool.check()
+
+
+def test_a_request_made_in_c_has_no_content_that_python_could_change(
+    probe: ModuleType,
+) -> None:
+    manager = make_manager()
+    row = probe.add_request(manager, 16, DIGESTS, 1, 16)
+    before = all_of(manager)
+    for call in (
+        lambda: manager.append(row, [1]),
+        lambda: manager.append_step([row], [1]),
+        lambda: manager.truncate(row, 8),
+    ):
+        with pytest.raises(BlockStateError, match="made by compiled code"):
+            call()
+    assert all_of(manager) == before
 
 
 def test_hits_that_are_gone_are_not_taken_in_c(probe: ModuleType) -> None:

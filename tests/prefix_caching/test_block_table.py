@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doubles import PlainBlock
 
 from kvcache import BlockStateError, NoFreeBlocksError
 from kvcache.prefix_caching.block_table import BlockTable
 from kvcache.prefix_caching.cpu_gpu_block_allocator import CpuGpuBlockAllocator
 from kvcache.prefix_caching.interfaces import Device
+from kvcache.prefix_caching.naive_block_allocator import NaiveBlockAllocator
 from kvcache.prefix_caching.null_block import NullBlock
 
 UNIT = 4
@@ -378,7 +380,7 @@ def test_blocks_already_taken_go_back_if_one_more_cannot_be_had(
     class Limited:
         """An allocator that does not tell how little it has."""
 
-        left = 1
+        left = 3
 
         def __getattr__(self, name: str) -> Any:
             return getattr(either, name)
@@ -396,7 +398,7 @@ def test_blocks_already_taken_go_back_if_one_more_cannot_be_had(
     table.allocate([1])
     before = state(table)
     with pytest.raises(NoFreeBlocksError, match="none left"):
-        table.ensure_num_empty_slots(3 * UNIT)
+        table.ensure_num_empty_slots(4 * UNIT)
     assert state(table) == before
     assert num_free(either) == 15
 
@@ -421,6 +423,116 @@ def test_an_allocator_with_vllms_methods_alone_will_do(
     with pytest.raises(NoFreeBlocksError):
         BlockTable(UNIT, Plain(either)).allocate(list(range(10)))
     assert num_free(either) == 2
+
+
+class Elsewhere:
+    """An allocator of another class, which hands all calls on to one of kvcache's."""
+
+    def __init__(self, allocator: CpuGpuBlockAllocator, give: Any = list) -> None:
+        self.allocator, self.give = allocator, give
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.allocator, name)
+
+    def fork(self, *args: Any) -> Any:
+        return self.give(self.allocator.fork(*args))
+
+
+def work(table: BlockTable) -> Iterator[tuple[Any, ...]]:
+    """What a table shows while it grows, is forked, written to and freed."""
+    table.allocate(list(range(6)))
+    yield state(table)
+    for start, stop in ((6, 7), (7, 8), (8, 17), (17, 20)):
+        table.append_token_ids(list(range(start, stop)), 2)
+        yield state(table)
+    table.ensure_num_empty_slots(7)
+    yield state(table)
+    forked = table.fork()
+    forked.append_token_ids([90, 91, 92])
+    table.append_token_ids([80])
+    yield state(table)
+    yield state(forked)
+    forked.free()
+    table.free()
+
+
+@pytest.mark.parametrize("give", [list, tuple])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_does_the_same_where_its_allocator_is_of_another_class(
+    make: Make, kind: str, give: Any
+) -> None:
+    def shown(table: BlockTable) -> list[Any]:
+        return [(ids, tokens, n) for ids, _, tokens, n in work(table)]
+
+    other = make(kind)
+    expected = shown(BlockTable(UNIT, make(kind)))
+    assert shown(BlockTable(UNIT, Elsewhere(other, give))) == expected
+    assert num_free(other) == 16
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_a_table_may_hold_blocks_of_another_allocator(make: Make, n: int) -> None:
+    own, other = make(), make()
+    table, theirs = table_of(own, 6), table_of(other, 6)
+    old = table.blocks
+    table.update(theirs.blocks)
+    if n == 1:
+        table.append_token_ids([50])
+        assert theirs.blocks[1].token_ids == [4, 5, 50]
+    else:
+        table.append_token_ids(list(range(50, 57)))
+        assert table._get_all_token_ids() == [*range(6), *range(50, 57)]
+        own.free(table.blocks[3])
+        own.free(table.blocks[2])
+    for block in old:
+        own.free(block)
+
+
+class OwnBlock(PlainBlock):
+    """A block class of one's own, as vLLM's NaiveBlock."""
+
+    def append_token_ids(self, token_ids: list[int]) -> None:
+        self.token_ids += token_ids
+        self.block_id = self.allocator.cow_block_if_not_appendable(self)
+
+    @property
+    def num_empty_slots(self) -> int:
+        return self.block_size - len(self.token_ids)
+
+
+def test_a_table_may_hold_blocks_of_a_class_of_ones_own() -> None:
+    def allocator(first: int) -> NaiveBlockAllocator:
+        return NaiveBlockAllocator(OwnBlock, 12, UNIT, range(first, first + 12))
+
+    devices = CpuGpuBlockAllocator(allocator(12), allocator(0))
+    table = BlockTable(UNIT, devices)
+    shown = [(ids, tokens) for ids, _, tokens, _ in work(table)]
+    assert shown[-1][1] == [*range(20), 90, 91, 92]
+    assert shown[-2][1] == [*range(20), 80]
+    assert num_free(devices) == 12
+
+
+def test_a_table_made_of_null_blocks_counts_them_as_full(make: Make) -> None:
+    allocator = make()
+    table = table_of(allocator, 14, window=1)
+    table.append_token_ids([14], num_computed_slots=14)
+    other = BlockTable(UNIT, allocator, list(table.blocks), 1)
+    assert isinstance(other.blocks[0], NullBlock)
+    assert other.num_full_slots == table.num_full_slots == 15
+
+
+@pytest.mark.parametrize("give", [list, tuple])
+def test_a_fork_by_another_allocator_keeps_the_null_blocks(
+    make: Make, give: Any
+) -> None:
+    table = BlockTable(UNIT, Elsewhere(make(), give), max_block_sliding_window=1)
+    table.allocate(list(range(14)))
+    table.append_token_ids([14], num_computed_slots=14)
+    forked = table.fork()
+    assert forked.physical_block_ids == table.physical_block_ids
+    assert [type(block) for block in forked.blocks] == [
+        type(block) for block in table.blocks
+    ]
 
 
 def test_blocks_made_ahead_count_the_tokens_that_came_before_them_later(

@@ -729,6 +729,18 @@ def hooked() -> Iterator[NaiveBlockAllocator]:
     HookedBlock.hooks = ()
 
 
+def test_a_block_that_keeps_its_id_has_all_of_a_swap_keep_theirs(
+    hooked: NaiveBlockAllocator,
+) -> None:
+    blocks = sequence(hooked, 4, 4)
+    blocks[1].hook = stop
+    with refused(LookupError, "no None", hooked):
+        hooked.swap_out(blocks)
+    assert [block.block_id for block in blocks] == [0, 1]
+    hooked.swap_out(blocks)
+    assert hooked.get_num_free_blocks() == 6
+
+
 def test_a_block_that_does_not_take_its_id_undoes_the_call(
     hooked: NaiveBlockAllocator,
 ) -> None:

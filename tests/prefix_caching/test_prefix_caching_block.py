@@ -200,6 +200,20 @@ def test_its_allocator_is_a_prefix_caching_one(allocator: Any) -> None:
 # -- one of kvcache's ----------------------------------------------------------------
 
 
+def test_a_block_behind_one_of_another_class_is_shared_when_it_is_full() -> None:
+    allocator = PrefixCachingBlockAllocator(8, SIZE)
+    first = MagicMock(spec=PrefixCachingBlock)
+    first.content_hash, first.num_tokens_total = 123, SIZE
+    blocks = [allocator.allocate_mutable_block(first) for _ in range(2)]
+    for block in blocks:
+        block.append_token_ids([7])
+        block.append_token_ids(list(range(1, SIZE)))
+    assert blocks[0].block_id == blocks[1].block_id
+    assert blocks[0].content_hash == blocks[1].content_hash is not None
+    assert allocator.get_num_free_blocks() == 7
+    allocator.check()
+
+
 def test_a_block_of_an_allocator_of_kvcaches_gets_its_id_from_it_alone(
     allocator: PrefixCachingBlockAllocator,
 ) -> None:

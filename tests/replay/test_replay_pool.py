@@ -56,6 +56,17 @@ def test_arrays_that_do_not_fit_together_are_refused(
     assert pool.result()["requests"] == 0
 
 
+def test_an_assignment_of_more_text_than_is_kept_is_hashed_whole() -> None:
+    results = []
+    for pool_class in (PoolReplay, ReferenceReplay):
+        pool = pool_class(5, SIZE, record_assignment=True)
+        for batch in batches([(100, list(range(25)))] * 20_000, SIZE, 10**6):
+            pool.run(batch.input_lengths, batch.keys, batch.indptr)
+        results.append(pool.result())
+    assert results[0]["skipped"] == results[1]["skipped"] == 20_000
+    assert results[0]["assignment_sha256"] == results[1]["assignment_sha256"]
+
+
 def test_a_replay_is_made_once() -> None:
     pool = PoolReplay(5, SIZE)
     with pytest.raises(ValueError, match="already made"):
