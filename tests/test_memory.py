@@ -365,7 +365,9 @@ def manager_of(num_blocks: int) -> KVCacheManager:
 )
 def test_the_collector_sees_no_more_of_many_blocks(make: Callable[[int], Any]) -> None:
     make(10)  # what is made once
-    assert tracked_by(lambda: make(100_000)) == tracked_by(lambda: make(10))
+    # One or two may be the interpreter's, of a cache that grew meanwhile.
+    many, few = tracked_by(lambda: make(100_000)), tracked_by(lambda: make(10))
+    assert many < few + 10
 
 
 def test_blocks_of_sequences_are_not_tracked() -> None:
