@@ -1946,10 +1946,10 @@ def test_blocks_that_are_taken_meanwhile_are_missing(make: MakePool) -> None:
             taken.extend(pool.get_new_block_ids(150).tolist())
 
     threshold = gc.get_threshold()
-    gc.callbacks.append(take)
-    gc.set_threshold(1)
     try:
         with pytest.raises(NoFreeBlocksError, match="49 are free"):
+            gc.callbacks.append(take)  # here, for the call to be what it interrupts
+            gc.set_threshold(1)
             pool.get_new_blocks(100)
     finally:
         gc.set_threshold(*threshold)

@@ -288,6 +288,17 @@ def test_a_request_made_in_c_has_no_content_that_python_could_change(
     assert all_of(manager) == before
 
 
+def test_a_row_looks_prefixes_up_whatever_its_last_request_did(
+    probe: ModuleType,
+) -> None:
+    manager = make_manager()
+    row = manager.add_request(range(8), skip_reading_prefix_cache=True)
+    manager.free(row)
+    digests = b"".join(bytes([number]) * 16 for number in (1, 2))
+    assert probe.add_request(manager, 12, digests, 2, 16) == row
+    assert probe.match(manager, row) == 8
+
+
 def test_hits_that_are_gone_are_not_taken_in_c(probe: ModuleType) -> None:
     manager = make_manager()
     assert probe.match(manager, WAITING) == 4

@@ -404,6 +404,19 @@ def test_hashes_are_bytes_of_one_length_for_full_blocks(
             manager.append(row, num_tokens=7, hashes=hashes)
 
 
+def test_hashes_that_do_not_fit_are_not_kept() -> None:
+    manager = make(enable_kv_cache_events=True)
+    row = manager.add_request(hashes=[b"a" * 16], num_tokens=5)
+    with refused(ValueError, manager, match="3 block hashes"):
+        manager.append(row, num_tokens=4, hashes=[b"b" * 16, b"c" * 16])
+    manager.append(row, num_tokens=3, hashes=[b"d" * 16])
+    manager.allocate_slots(row, 8)
+    [event] = manager.take_events()
+    assert event.block_hashes == [
+        int.from_bytes(one * 8, "big") for one in (b"a", b"d")
+    ]
+
+
 def test_hashes_of_all_requests_have_one_length() -> None:
     manager = make()
     manager.add_request(hashes=[b"a" * 16], num_tokens=4)
