@@ -4,7 +4,7 @@
 # whole batch before the first write. It returns -1 when all went well, else the place
 # in `ids` of the first id that is no block of the pool or not in the state required.
 # One pool is used by one thread at a time: the GIL or the caller's lock sees to it.
-from libc.stdint cimport int32_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
 from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport (
@@ -189,6 +189,12 @@ cdef Py_ssize_t evict_taken(
 cdef Py_ssize_t pool_match(
     const PoolState* pool, const uint8_t* digests, Py_ssize_t length, Py_ssize_t n,
     uint32_t group_id, block_id_t* ids,
+) noexcept nogil
+# Have the slots of the first MATCH_CHUNK of `count` digests brought to the cache, if it
+# pays, for they are about to be cached.
+cdef void prefetch_digests(
+    const PoolState* pool, const uint8_t* digests, Py_ssize_t length, uint64_t suffix,
+    Py_ssize_t count,
 ) noexcept nogil
 # Cache each block under the digest in its place, where pool_can_cache allows all of
 # them; null blocks are skipped. POOL_NO_MEMORY, or n for a length that no digest has,

@@ -19,8 +19,8 @@ from kvcache._types cimport (
 from kvcache.hash_index cimport (
     MATCH_CHUNK,
     index_drop_block,
-    index_is_far,
     index_match,
+    index_is_far,
     index_prefetch_key,
     index_reserve,
 )
@@ -215,6 +215,21 @@ cdef Py_ssize_t pool_match(
     return done
 
 
+cdef void prefetch_digests(
+    const PoolState* pool,
+    const uint8_t* digests,
+    Py_ssize_t length,
+    uint64_t suffix,
+    Py_ssize_t count,
+) noexcept nogil:
+    cdef Key key
+    cdef Py_ssize_t i
+    if index_is_far(pool.index):
+        for i in range(min(count, <Py_ssize_t> MATCH_CHUNK)):
+            make_key(&key, digests + i * length, length, suffix)
+            index_prefetch_key(pool.index, &key)
+
+
 cdef Py_ssize_t pool_cache(
     PoolState* pool,
     const block_id_t* ids,
@@ -225,7 +240,7 @@ cdef Py_ssize_t pool_cache(
 ) noexcept nogil:
     cdef uint64_t suffix = group_suffix(group_id)
     cdef block_id_t before = NULL_BLOCK
-    cdef Py_ssize_t i, k, bad = pool_can_cache(pool, ids, n)
+    cdef Py_ssize_t i, bad = pool_can_cache(pool, ids, n)
     cdef Key key
     if bad >= 0:
         return bad
@@ -234,10 +249,8 @@ cdef Py_ssize_t pool_cache(
     if index_reserve(pool.index, n, 0) < 0:
         return POOL_NO_MEMORY
     for i in range(n):
-        if i % MATCH_CHUNK == 0 and index_is_far(pool.index):
-            for k in range(i, min(i + <Py_ssize_t> MATCH_CHUNK, n)):
-                make_key(&key, digests + k * length, length, suffix)
-                index_prefetch_key(pool.index, &key)
+        if i % MATCH_CHUNK == 0:
+            prefetch_digests(pool, digests + i * length, length, suffix, n - i)
         make_key(&key, digests + i * length, length, suffix)
         before = cache_block(pool, ids[i], &key, before)
     return -1

@@ -40,9 +40,7 @@ from kvcache.hash_index cimport (
     index_add_row,
     index_chain,
     index_drop_side,
-    index_is_far,
     index_match,
-    index_prefetch_key,
 )
 from kvcache.hashing.keyed_hash cimport (
     KEYED_BYTES,
@@ -52,7 +50,7 @@ from kvcache.hashing.keyed_hash cimport (
     keyed_each,
 )
 from kvcache.kept_tokens cimport kept_find, kept_store, same_tokens
-from kvcache.pool_state cimport is_block
+from kvcache.pool_state cimport is_block, prefetch_digests
 
 cnp.import_array()
 
@@ -238,13 +236,13 @@ cdef void cache_tokens(
 ) noexcept nogil:
     cdef block_id_t before = parent.block, copy = NULL_BLOCK
     cdef uint64_t serial = parent.serial
-    cdef Py_ssize_t i, k
+    cdef Py_ssize_t i
     cdef Key key
     for i in range(count):
-        if i % MATCH_CHUNK == 0 and index_is_far(pool.index):
-            for k in range(i, min(i + <Py_ssize_t> MATCH_CHUNK, count)):
-                make_key(&key, digests + k * KEYED_BYTES, KEYED_BYTES, suffix)
-                index_prefetch_key(pool.index, &key)
+        if i % MATCH_CHUNK == 0:
+            prefetch_digests(
+                pool, digests + i * KEYED_BYTES, KEYED_BYTES, suffix, count - i
+            )
         make_key(&key, digests + i * KEYED_BYTES, KEYED_BYTES, suffix)
         # One made by the caller, through the map: the row's own takes its place.
         index_drop_side(pool.index, &key, ids[i])

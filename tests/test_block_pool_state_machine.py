@@ -109,6 +109,9 @@ groups = st.sampled_from(GROUPS)
 digests = st.sampled_from(DIGESTS)
 
 
+Call = Callable[[], object]
+
+
 class Pair:
     """A pool and its model, and the pool's calls by face."""
 
@@ -154,6 +157,62 @@ class Pair:
         """Whether a block's own key answers lookups."""
         own = self.model.keys[block][0]
         return block in self.model.index.get(own, [])
+
+    def aliases_need_order(self, block: int) -> bool:
+        """Of several keys it is only specified which one is the block's own.
+
+        So a block whose own key was set by hand, and is not indexed, gets one alias.
+        """
+        return len(self.model.keys[block]) > 1 and not self.is_indexed(block)
+
+    # Calls on the model and on the pool, to be compared.
+
+    def caching(
+        self,
+        request: Request,
+        table: list[int],
+        span: range,
+        factor: int,
+        group: int,
+        mask: list[bool] | None,
+    ) -> tuple[Call, Call]:
+        """`cache_full_blocks` of blocks of `factor` hashes each."""
+        return (
+            lambda: self.model.cache_full(
+                request.chain(group),
+                table,
+                span,
+                factor * UNIT,
+                mask or [True] * len(span),
+            ),
+            lambda: self.pool.cache_full_blocks(
+                self.for_pool(request),
+                self.blocks(table),
+                span.start,
+                span.stop,
+                factor * UNIT,
+                group,
+                mask,
+            ),
+        )
+
+    def caching_partially(
+        self, request: Request, block: int, tokens: int, group: int, replace: bool
+    ) -> tuple[Call, Call]:
+        """`cache_partial_block` of a block of two hashes."""
+        return (
+            lambda: self.model.cache_partial(
+                request.chain(group), block, tokens, replace
+            ),
+            lambda: self.pool.cache_partial_block(
+                self.for_pool(request),
+                self.pool.blocks[block],
+                tokens,
+                group,
+                2 * UNIT,
+                replace,
+            ),
+        )
 
     # -- comparison --------------------------------------------------------------
 
@@ -431,27 +490,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache_in_both(pair, request, table, range(stop), 1, 0, None)
 
     def cache_in_both(self, pair, request, table, span, factor, group, mask):
-        self.agree(
-            pair,
-            lambda: pair.model.cache_full(
-                request.chain(group),
-                table,
-                span,
-                factor * UNIT,
-                mask or [True] * len(span),
-            ),
-            lambda: pair.pool.cache_full_blocks(
-                pair.for_pool(request),
-                pair.blocks(table),
-                span.start,
-                span.stop,
-                factor * UNIT,
-                group,
-                mask,
-            ),
-            request,
-            group,
-        )
+        calls = pair.caching(request, table, span, factor, group, mask)
+        self.agree(pair, *calls, request, group)
 
     @rule(
         data=st.data(),
@@ -464,31 +504,9 @@ class PoolMachine(RuleBasedStateMachine):
     def cache_partial_block(self, data, i, request, group, tokens, replace):
         pair = self.pairs[i]
         block = self.draw_id(data, pair, lowest=1)
-        self.assume_aliases_need_no_order(pair, block)
-        self.agree(
-            pair,
-            lambda: pair.model.cache_partial(
-                request.chain(group), block, tokens, replace
-            ),
-            lambda: pair.pool.cache_partial_block(
-                pair.for_pool(request),
-                pair.pool.blocks[block],
-                tokens,
-                group,
-                2 * UNIT,
-                replace,
-            ),
-            request,
-            group,
-        )
-
-    def assume_aliases_need_no_order(self, pair, block):
-        """Of several keys it is only specified which one is the block's own.
-
-        So a block whose own key was set by hand, and is not indexed, gets one alias.
-        """
-        keys = pair.model.keys[block]
-        assume(len(keys) < 2 or pair.is_indexed(block))
+        assume(not pair.aliases_need_order(block))
+        calls = pair.caching_partially(request, block, tokens, group, replace)
+        self.agree(pair, *calls, request, group)
 
     @rule(
         data=st.data(),
@@ -505,7 +523,7 @@ class PoolMachine(RuleBasedStateMachine):
                 raise ValueError
             pair.model.add_key(key, block, tokens)
 
-        self.assume_aliases_need_no_order(pair, block)
+        assume(not pair.aliases_need_order(block))
         self.agree(
             pair,
             insert_in_model,

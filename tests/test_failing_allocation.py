@@ -1,7 +1,7 @@
 """No allocation that fails breaks a pool, its map, its queue or what hashes.
 
 For each kind of operation, each of its allocations fails in turn: see
-failing_allocation.py. `.ci/failing_allocation` runs this, and its counterparts for the
+failing_allocation.py. `.ci/sanitized` runs this, and its counterparts for the
 manager and for v0's allocators, on a build that can fail kvcache's own allocations.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from failing_allocation import ALL, ONCE, World, attempt, each, go_through
 from pools import full_request_of, hash_of, hashes_of, key_of
+from workloads import KEYED, Collector, watch
 
 from kvcache import (
     BlockHashToBlockMap,
@@ -31,21 +32,9 @@ from kvcache.hashing import (
     xxhash,
 )
 
-KEYED = Keyed(b"0123456789abcdef")
 Act = Callable[[], Any]
 
 # -- pools ------------------------------------------------------------------------
-
-
-class Collector:
-    def ignore(self, block: KVCacheBlock | None = None) -> None:
-        pass
-
-    on_block_allocated = on_block_accessed = on_block_evicted = reset = ignore
-
-
-def watch(block: KVCacheBlock) -> None:
-    pass
 
 
 POOLS: dict[str, dict[str, Any]] = {

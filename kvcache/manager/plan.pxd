@@ -7,6 +7,7 @@ from kvcache.manager.manager_state cimport (
     Group,
     ManagerState,
     Slots,
+    cdiv,
 )
 from kvcache.pool_state cimport pool_get, pool_touch
 
@@ -49,6 +50,18 @@ cdef inline int64_t slots_needed(
     if group.kind == CROSS_ATTENTION:
         return num_encoder
     return num_tokens + <int64_t> group.block_size * group.spec_blocks
+
+
+cdef inline int64_t blocks_lacking(
+    const Group* group, int32_t row, int64_t num_slots
+) noexcept nogil:
+    """Blocks that a request's group has to take to have so many slots."""
+    cdef int64_t lacking = (
+        num_slots - <int64_t> group.rows[row].num_blocks * group.block_size
+    )
+    if lacking <= group.block_size:  # nearly always: spare the division
+        return lacking > 0
+    return cdiv(lacking, group.block_size)
 
 
 cdef inline void take(ManagerState* m, int32_t* into, int32_t n) noexcept nogil:

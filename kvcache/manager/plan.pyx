@@ -96,14 +96,13 @@ cdef int64_t new_blocks(
 ) noexcept nogil:
     cdef const Group* group = &m.groups[g]
     cdef Plan plan
-    cdef int64_t lacking
+    cdef int64_t wanted
     if m.progress[row].status != RUNNING:
         plan = plan_of(m, row, slots)
         return num_new_blocks(m, group, row, &plan)
-    lacking = m.progress[row].num_computed + slots.num_new + slots.num_lookahead
-    lacking = slots_needed(group, min(lacking, m.max_model_len), slots.num_encoder)
-    lacking -= <int64_t> group.rows[row].num_blocks * group.block_size
-    return cdiv(lacking, group.block_size) if lacking > 0 else 0
+    wanted = m.progress[row].num_computed + slots.num_new + slots.num_lookahead
+    wanted = min(wanted, m.max_model_len)
+    return blocks_lacking(group, row, slots_needed(group, wanted, slots.num_encoder))
 
 
 cdef int take_loudly(ManagerState* m, int32_t row, const Plan* plan) except -1 with gil:

@@ -35,6 +35,7 @@ from kvcache.manager.manager_state cimport (
 )
 from kvcache.manager.plan cimport (
     Plan,
+    blocks_lacking,
     hits_to_hold,
     num_external_blocks,
     num_new_blocks,
@@ -195,9 +196,8 @@ cdef Served advance(
 ) except? NO_ROOM nogil:
     cdef Served served = HAS_ROOM
     cdef Group* group
-    cdef GroupRow* held
     cdef Progress* progress = &m.progress[row]
-    cdef int64_t total = progress.num_computed + num_new, needed, all_needed = 0
+    cdef int64_t total = progress.num_computed + num_new, needed = 0
     cdef int32_t g
     cdef Plan plan
     memset(&plan, 0, sizeof(Plan))
@@ -208,23 +208,18 @@ cdef Served advance(
         )
     for g in range(m.num_groups):
         group = &m.groups[g]
-        held = &group.rows[row]
-        needed = slots_needed(group, plan.wanted, 0)
-        if needed > slots_of(group, held):
-            all_needed += cdiv(needed, group.block_size) - held.num_blocks
-    if all_needed:
-        if all_needed > m.pool.queue.num_free:
+        needed += blocks_lacking(group, row, slots_needed(group, plan.wanted, 0))
+    if needed:
+        if needed > m.pool.queue.num_free:
             return NO_ROOM
         served = EXTENDED
         if m.loud != NULL:
             take_loudly(m, row, &plan)
         for g in range(m.num_groups):
             group = &m.groups[g]
-            held = &group.rows[row]
-            held.first_new = held.num_blocks
-            needed = slots_needed(group, plan.wanted, 0)
-            if needed > slots_of(group, held):
-                extend(m, group, row, cdiv(needed, group.block_size) - held.num_blocks)
+            group.rows[row].first_new = group.rows[row].num_blocks
+            needed = blocks_lacking(group, row, slots_needed(group, plan.wanted, 0))
+            extend(m, group, row, needed)
     progress.num_computed = <int32_t> total
     progress.idle_until = 0
     progress.idle_until = settle(m, row, total)

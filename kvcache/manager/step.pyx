@@ -17,10 +17,9 @@ from kvcache.manager.manager_state cimport (
     Group,
     GroupRow,
     Progress,
-    cdiv,
     table_row,
 )
-from kvcache.manager.plan cimport slots_needed
+from kvcache.manager.plan cimport blocks_lacking, slots_needed
 from kvcache.manager.slots cimport EXTENDED, NO_ROOM, Served, advance
 
 from kvcache.errors import LACK_OF_MEMORY
@@ -50,7 +49,7 @@ cdef int64_t blocks_of_step(
     int64_t num_lookahead,
 ) noexcept nogil:
     cdef const Group* group
-    cdef int64_t needed, slots, count = 0
+    cdef int64_t needed, count = 0
     cdef int32_t k, g, row
     for k in range(m.num_busy):
         row = rows[m.busy[k]]
@@ -58,12 +57,7 @@ cdef int64_t blocks_of_step(
         needed = min(needed + num_lookahead, m.max_model_len)
         for g in range(m.num_groups):
             group = &m.groups[g]
-            slots = slots_needed(group, needed, 0)
-            slots -= <int64_t> group.rows[row].num_blocks * group.block_size
-            if slots > group.block_size:
-                count += cdiv(slots, group.block_size)
-            elif slots > 0:
-                count += 1
+            count += blocks_lacking(group, row, slots_needed(group, needed, 0))
     return count
 
 

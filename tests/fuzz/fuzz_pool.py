@@ -137,50 +137,18 @@ def cache_full_blocks(choices: Choices, pair: Pair) -> None:
     span = range(choices.below(stop), stop)
     table = [draw_id(choices, pair) for _ in range(stop)]
     mask = [choices.below(2) == 0 for _ in span] if choices.below(2) else None
-    agree(
-        pair,
-        lambda: pair.model.cache_full(
-            request.chain(group), table, span, factor * UNIT, mask or [True] * len(span)
-        ),
-        lambda: pair.pool.cache_full_blocks(
-            pair.for_pool(request),
-            pair.blocks(table),
-            span.start,
-            span.stop,
-            factor * UNIT,
-            group,
-            mask,
-        ),
-        request,
-        group,
-    )
-
-
-def aliases_need_order(pair: Pair, block: int) -> bool:
-    """Of several keys it is only specified which one is the block's own."""
-    return len(pair.model.keys[block]) > 1 and not pair.is_indexed(block)
+    calls = pair.caching(request, table, span, factor, group, mask)
+    agree(pair, *calls, request, group)
 
 
 def cache_partial_block(choices: Choices, pair: Pair) -> None:
     request, group = choices.pick(REQUESTS), choices.pick(GROUPS)
     block, tokens = 1 + choices.below(pair.num_blocks - 1), choices.below(7 * UNIT)
     replace = choices.below(2) == 1
-    if aliases_need_order(pair, block):
+    if pair.aliases_need_order(block):
         return
-    agree(
-        pair,
-        lambda: pair.model.cache_partial(request.chain(group), block, tokens, replace),
-        lambda: pair.pool.cache_partial_block(
-            pair.for_pool(request),
-            pair.pool.blocks[block],
-            tokens,
-            group,
-            2 * UNIT,
-            replace,
-        ),
-        request,
-        group,
-    )
+    calls = pair.caching_partially(request, block, tokens, group, replace)
+    agree(pair, *calls, request, group)
 
 
 def cache_block_ids(choices: Choices, pair: Pair) -> None:
@@ -200,7 +168,7 @@ def cache_block_ids(choices: Choices, pair: Pair) -> None:
 def insert_block_hash(choices: Choices, pair: Pair) -> None:
     block, key = draw_id(choices, pair), choices.pick(KEYS)
     tokens = choices.pick([None, *range(12)])
-    if aliases_need_order(pair, block):
+    if pair.aliases_need_order(block):
         return
 
     def insert_in_model() -> None:

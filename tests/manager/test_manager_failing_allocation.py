@@ -22,16 +22,13 @@ from failing_allocation import (
     go_through,
     is_lack_of_memory,
 )
-from test_failing_allocation import Collector, state_of
+from test_failing_allocation import Act, state_of
+from workloads import KEYED, Collector
 
-from kvcache.hashing import Keyed
 from kvcache.manager import FullAttention, KVCacheManager, SlidingWindow
 from kvcache.replay._concurrent import ConcurrentReplay
 from kvcache.replay._simulate import PoolReplay
 from kvcache.replay.arrivals import Arrivals
-
-KEYED = Keyed(b"0123456789abcdef")
-Act = Callable[[], Any]
 
 GROUPS: dict[str, list[Any]] = {
     "one group": [FullAttention(4)],
