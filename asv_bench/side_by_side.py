@@ -30,7 +30,7 @@ from vllm_v0 import import_v0
 
 RELEASE = "0.33"
 FULL = Pace(rounds=41, long_rounds=5, samples=5, sample_ns=2_000_000)
-QUICK = Pace(rounds=7, long_rounds=2, samples=5, sample_ns=1_000_000)
+QUICK = Pace(rounds=5, long_rounds=2, samples=5, sample_ns=1_000_000)
 ROOMS = (
     "pool_rows",
     "hashing_rows",

@@ -8,7 +8,6 @@ import kvcache
 
 from .common import (
     BLOCK_SIZE,
-    HUGE,
     REQUEST,
     SIZES,
     WHO,
@@ -68,7 +67,7 @@ class HotFront:
     The pool's size must not matter here, nor how much is cached.
     """
 
-    params = (["ids", "objects"], [1, 10, 100], [1_000, HUGE])
+    params = (["ids", "objects"], [1, 10, 100], [SIZES[0], SIZES[-1]])
     param_names = ("face", "n", "blocks")
 
     def setup(self, face, n, num_blocks):
@@ -83,7 +82,7 @@ class HotFront:
 
 
 class Making:
-    params = (WHO, [*SIZES, HUGE])
+    params = (WHO, SIZES)
     param_names = ("who", "blocks")
 
     def setup(self, who, num_blocks):

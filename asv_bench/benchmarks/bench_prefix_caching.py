@@ -17,6 +17,7 @@ from .common import BLOCK_SIZE, REQUEST, SIZES, WHO, skip_what_is_too_big
 # The objects of 1,000 blocks and their tokens stay in the second level of cache, those
 # of 100,000 in none.
 POOLS = SIZES[:2]
+EVICTABLE = [*POOLS, 1_000_000]  # added by a call each
 VOCABULARY = 128_256
 SOME = [i * 7_919 % VOCABULARY for i in range(REQUEST * BLOCK_SIZE)]
 GROWN = 256  # tokens
@@ -284,7 +285,7 @@ class PlainEvictor:
 class Evicting:
     """The evictor alone, holding so many blocks."""
 
-    params = (WHO, SIZES)
+    params = (WHO, EVICTABLE)
     param_names = ("who", "blocks")
     timeout = 300
 
@@ -321,7 +322,7 @@ class Evicting:
 class EvictorMemory:
     """Deterministic: bytes of C memory a block, however often blocks are updated."""
 
-    params = (SIZES,)
+    params = (EVICTABLE,)
     param_names = ("blocks",)
 
     def track_bytes_a_block(self, num_blocks):

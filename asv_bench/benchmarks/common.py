@@ -9,10 +9,8 @@ import numpy as np
 import kvcache
 
 # A block takes some 80 bytes. A pool of 1,000 stays in the first two levels of cache,
-# one of 100,000 (8 MB) in the last, one of 1,000,000 (80 MB) mostly in memory.
-SIZES = [1_000, 100_000, 1_000_000]
-# 800 MB: beyond any cache, for what is cheap to set up.
-HUGE = 10_000_000
+# one of 100,000 (8 MB) in the last, one of 10,000,000 (800 MB) in memory alone.
+SIZES = [1_000, 100_000, 10_000_000]
 # More is not asked of plain Python: it takes seconds to set up.
 PLAIN_LIMIT = 100_000
 BLOCK_SIZE = 16

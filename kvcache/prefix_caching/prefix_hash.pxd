@@ -32,5 +32,7 @@ cdef void key_of_digest(Key* key, const uint8_t* digest) noexcept nogil
 # Tokens as a list or tuple of exact ints of 64 bits: reading it runs no foreign code.
 cdef object exact_tokens(object token_ids)
 cdef void copy_tokens(object tokens, int64_t* into) noexcept
+# Have the ints of a list on their way before they are read.
+cdef void prefetch_tokens(object token_ids) noexcept
 # Both at once, where all tokens are small ints in a list or tuple of n; else False.
 cdef bint copy_small_tokens(object token_ids, Py_ssize_t n, int64_t* into) noexcept

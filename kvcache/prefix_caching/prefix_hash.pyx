@@ -14,8 +14,9 @@ from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport INT64_MAX, INT64_MIN
 from libc.string cimport memset
 
-from kvcache._lock cimport unshared
 from kvcache._args cimport PyLong_AsLongLongAndOverflow, as_int
+from kvcache._lock cimport KVC_NO_GIL, unshared
+from kvcache._memory cimport kvc_prefetch
 from kvcache._types cimport make_key
 from kvcache.hashing.keyed_hash cimport Keyed, keyed_block
 from kvcache.hashing.tokens cimport kvc_small_int
@@ -173,6 +174,17 @@ cdef void copy_tokens(object tokens, int64_t* into) noexcept:
         into[i] = kvc_small_int(<object> items[i])
         if into[i] < 0:
             into[i] = PyLong_AsLongLongAndOverflow(<object> items[i], &overflow)
+
+
+cdef void prefetch_tokens(object token_ids) noexcept:
+    cdef PyObject** items
+    cdef Py_ssize_t i, n
+    if KVC_NO_GIL or not PyList_CheckExact(token_ids):
+        return  # another thread may take the items away
+    items = PySequence_Fast_ITEMS(token_ids)
+    n = PySequence_Fast_GET_SIZE(token_ids)
+    for i in range(n):
+        kvc_prefetch(items[i])
 
 
 cdef bint copy_small_tokens(object token_ids, Py_ssize_t n, int64_t* into) noexcept:
