@@ -35,7 +35,12 @@ class Instructions:
         return {
             name: (found[f"{name} many"] - found[f"{name} few"]) / counted.ROUNDS
             for name in self.params[0]
+            if f"{name} many" in found
         }
+
+    def setup(self, found, operation):
+        if operation not in found:
+            raise NotImplementedError(f"this kvcache has no {operation}")
 
     def track_instructions(self, found, operation):
         return found[operation]

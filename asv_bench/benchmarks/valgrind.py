@@ -70,3 +70,4 @@ def run(folder, command):
     )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
+    print(done.stdout, end="")  # what was not counted
