@@ -8,12 +8,13 @@ cost, in turns with it, is that of a walk from row to row, in random order, thro
 array as large as the rows: each step waits for the one before it, and memory gives no
 more. Only their ratio counts.
 """
-# Where a work is more than twice over the walk: "get (all evict) + cache + free" in
-# pools of 1,000 and 10,000 blocks, 15 times. There a step of the walk is a hit of a
-# near cache, 4 to 7 ns, and what costs is instructions: some 490 a block by callgrind,
-# for one slot emptied, one found and filled, a row written, and two lists linked. From
-# 100,000 blocks on nothing is: slots and digests are asked for ahead of their turn, and
-# several are on their way at once, which a walk cannot have.
+# Where a work is more than twice over the walk: "get (all evict) + cache + free", 15
+# times and more up to 10,000 blocks, some 5 at 100,000. There a step of the walk is a
+# hit of a cache, 4 to 31 ns, and what costs is instructions: some 490 a block by
+# callgrind, for one slot emptied, one found and filled, a row written, and two lists
+# linked. Beyond, it is 1.6 to 2.0 times: slots and digests are asked for ahead of their
+# turn, and several are on their way at once, which a walk cannot have. All else stays
+# below 1.5.
 #
 # What brought it there: taking evicts eight blocks behind the one it takes, and caching
 # asks for the slots of 32 keys ahead (`EVICT_BEHIND`, `index_is_far`). What did not

@@ -9,6 +9,7 @@ from .common import (
     SIZES,
     WHO,
     make_pool,
+    once,
     random_digests,
     scatter,
     skip_what_is_too_big,
@@ -52,6 +53,19 @@ class HandMadeMap:
                 self.map[key] = block
 
 
+@once
+def half_full_pool(who, num_blocks):
+    """How a pool looks a prefix up, and what it holds, by request."""
+    pool = make_pool(who, num_blocks)
+    scatter(pool)
+    digests = random_digests(who, num_blocks // 2)
+    ids = pool.get_new_block_ids(len(digests))
+    pool.cache_block_ids(ids, digests)
+    pool.free_block_ids(ids[::-1])
+    starts = range(0, len(digests), REQUEST)
+    return pool.match_prefix_ids, cycle([digests[i : i + REQUEST] for i in starts])
+
+
 class Prefixes:
     """A pool half full of content in random places; each call looks up another prefix.
 
@@ -65,15 +79,7 @@ class Prefixes:
 
     def setup(self, who, num_blocks):
         skip_what_is_too_big(who, num_blocks)
-        pool = make_pool(who, num_blocks)
-        scatter(pool)
-        digests = random_digests(who, num_blocks // 2)
-        ids = pool.get_new_block_ids(len(digests))
-        pool.cache_block_ids(ids, digests)
-        pool.free_block_ids(ids[::-1])
-        starts = range(0, len(digests), REQUEST)
-        self.prefixes = cycle([digests[i : i + REQUEST] for i in starts])
-        self.match = pool.match_prefix_ids
+        self.match, self.prefixes = half_full_pool(who, num_blocks)
 
     def time_match_100(self, who, num_blocks):
         self.match(next(self.prefixes))

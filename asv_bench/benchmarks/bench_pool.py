@@ -12,10 +12,33 @@ from .common import (
     SIZES,
     WHO,
     make_pool,
+    once,
     random_digests,
     scatter,
     skip_what_is_too_big,
 )
+
+
+@once
+def full_pool(who, num_blocks):
+    """A pool, what it is to hold next, and what it holds, by request."""
+    pool = make_pool(who, num_blocks)
+    scatter(pool)
+    # Twice as much content as fits: by the time it comes again, it is gone.
+    digests = random_digests(who, 2 * (num_blocks // REQUEST) * REQUEST)
+    contents = cycle(
+        [digests[i : i + REQUEST] for i in range(0, len(digests), REQUEST)]
+    )
+    requests = []
+    for _ in range((num_blocks - 1) // REQUEST):
+        ids = pool.get_new_block_ids(REQUEST)
+        pool.cache_block_ids(ids, next(contents))
+        requests.append(ids)
+    # The few that are left stay in use: they hold nothing.
+    pool.get_new_block_ids(pool.get_num_free_blocks())
+    for ids in requests:
+        pool.free_block_ids(ids[::-1])
+    return pool, contents, cycle(requests)
 
 
 class ById:
@@ -31,23 +54,7 @@ class ById:
 
     def setup(self, who, num_blocks):
         skip_what_is_too_big(who, num_blocks)
-        self.pool = pool = make_pool(who, num_blocks)
-        scatter(pool)
-        # Twice as much content as fits: by the time it comes again, it is gone.
-        digests = random_digests(who, 2 * (num_blocks // REQUEST) * REQUEST)
-        self.contents = cycle(
-            [digests[i : i + REQUEST] for i in range(0, len(digests), REQUEST)]
-        )
-        self.requests = []
-        for _ in range((num_blocks - 1) // REQUEST):
-            ids = pool.get_new_block_ids(REQUEST)
-            pool.cache_block_ids(ids, next(self.contents))
-            self.requests.append(ids)
-        # The few that are left stay in use: they hold nothing.
-        pool.get_new_block_ids(pool.get_num_free_blocks())
-        for ids in self.requests:
-            pool.free_block_ids(ids[::-1])
-        self.hits = cycle(self.requests)
+        self.pool, self.contents, self.hits = full_pool(who, num_blocks)
 
     def time_get_cache_free_100(self, who, num_blocks):
         """Every block that is handed out is evicted first."""
