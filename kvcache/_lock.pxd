@@ -17,12 +17,13 @@ cdef extern from *:
             PyObject *module = PyImport_ImportModule("kvcache._lock");
             if (module != NULL) shared = PyObject_GetAttrString(module, "LOCK");
             Py_XDECREF(module);
-            if (shared == NULL) Py_FatalError("kvcache._lock is not there");
         }
-        return shared;
+        if (shared != NULL) return shared;
+        if (!Py_IsFinalizing()) Py_FatalError("kvcache._lock is not there");
+        PyErr_Clear();  /* nothing is imported any more, and no other thread runs */
+        return op;
     }
-    #define PyCriticalSection_Begin(cs, op) \\
-        (PyCriticalSection_Begin)(cs, kvc_lock_of(op))
+    #define PyCriticalSection_Begin(c, op) (PyCriticalSection_Begin)(c, kvc_lock_of(op))
     #endif
     """
     int KVC_LOCKED "0"
@@ -71,7 +72,6 @@ cdef extern from *:
     const bint KVC_NO_GIL       # a constant
     void kvc_lend(PyObject* op)
     bint kvc_try_incref(PyObject* op)
-
 
 cdef inline object unshared(object items):
     """A list or tuple whose items may be read as borrowed: a copy without the GIL."""

@@ -5,6 +5,7 @@ import gc
 import logging
 import pickle
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -1084,6 +1085,10 @@ def test_hashes_that_go_while_the_group_is_read_are_missing(pool: BlockPool) -> 
             hashes.clear()
             return 0
 
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        # There a list is copied before anything foreign runs.
+        assert pool.match_prefix_ids(hashes, Group()).size == 0
+        return
     with refused(ValueError, pool, match="shrank during the call"):
         pool.match_prefix_ids(hashes, Group())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pools import run_apart
 
 from kvcache import BlockPool, KVCacheBlock
 from kvcache.manager import FullAttention, KVCacheManager, SlidingWindow
@@ -257,8 +258,37 @@ def test_every_method_that_shares_state_is_under_the_lock() -> None:
     getattr(sys, "_is_gil_enabled", lambda: True)(), reason="needs a build without GIL"
 )
 def test_importing_everything_leaves_the_gil_off() -> None:
-    import kvcache.capi
-    import kvcache.prefix_caching
-    import kvcache.replay  # noqa: F401
+    # Apart: what other tests import may have turned it on.
+    printed = run_apart("""
+import sys
+import kvcache.capi, kvcache.prefix_caching, kvcache.replay
+print(sys._is_gil_enabled())
+""")
+    assert printed == "False"
 
-    assert not sys._is_gil_enabled()
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "BlockPool.__new__(BlockPool)",
+        "BlockPool(9, True, 16)",
+        "BlockPool(9, True, 16).get_new_blocks(2)",
+        "FreeKVCacheBlockQueue([KVCacheBlock(0)])",
+        "BlockHashToBlockMap()",
+        "hashing.BlockHasher(16)",
+        "manager.KVCacheManager(9, [manager.FullAttention(16)], max_model_len=64,"
+        " max_num_requests=2)",
+        "prefix_caching.CpuGpuBlockAllocator.create('prefix_caching', 4, 4, 16)",
+        "prefix_caching.CpuGpuBlockAllocator.create('naive', 4, 4, 16)",
+        "prefix_caching.LRUEvictor()",
+    ],
+)
+def test_what_lives_until_the_interpreter_ends_goes_without_harm(owner: str) -> None:
+    # Without the GIL a module may take the lock there for the first time.
+    printed = run_apart(f"""
+from kvcache import hashing, manager, prefix_caching
+circle = [{owner}]
+circle.append(circle)
+print("done")
+""")
+    assert printed == "done"
